@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lanes
-from draftsmith.models.target.view import get_text_decoder
+from draftsmith.models.target_logits import get_text_decoder
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

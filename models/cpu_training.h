@@ -59,8 +59,8 @@ struct HeadGradients {
   HeadGradients(int64_t length, int64_t size, float scale)
       : length(length), size(size), padded((length + BLOCK - 1) / BLOCK * BLOCK), blocks(padded / BLOCK),
         widths(size / BLOCK), scale(scale), queries_by_size(padded * size), grads_by_size(padded * size),
-        queries_by_row(padded * size), grads_by_row(padded * size), keys_by_row(padded * size), zeros(size), grad_query(padded * widths),
-        grad_keys(BLOCK * widths), grad_values(BLOCK * widths), lse(padded), delta(padded) {}
+        queries_by_row(padded * size), grads_by_row(padded * size), keys_by_row(padded * size), zeros(size),
+        grad_query(padded * widths), grad_keys(BLOCK * widths), grad_values(BLOCK * widths), lse(padded), delta(padded) {}
 
   // Of queries, keys, values, the output and its gradient [S, D], and the log-sum-exp [S]; gradients of queries [S, D] in
   // their dtype, of keys and values [S, D] in fp32.
@@ -85,14 +85,16 @@ struct HeadGradients {
       std::fill(grad_keys.begin(), grad_keys.end(), Pair{});
       std::fill(grad_values.begin(), grad_values.end(), Pair{});
       for (int64_t rows = block; rows < blocks; ++rows) add_block(key, value, block, rows, count);
-      store(grad_keys, BLOCK, 0, count, [&](int64_t row, int64_t n, Floats values) {
+      store(grad_keys, BLOCK, count, [&](int64_t row, int64_t n, Floats values) {
         Float32::store(to_keys + (first + row) * size + n, values);
       });
-      store(grad_values, BLOCK, 0, count, [&](int64_t row, int64_t n, Floats values) {
+      store(grad_values, BLOCK, count, [&](int64_t row, int64_t n, Floats values) {
         Float32::store(to_values + (first + row) * size + n, values);
       });
     }
-    store(grad_query, padded, 0, length, [&](int64_t row, int64_t n, Floats values) { Dtype::store(to_query + row * size + n, values); });
+    store(grad_query, padded, length, [&](int64_t row, int64_t n, Floats values) {
+      Dtype::store(to_query + row * size + n, values);
+    });
   }
 
  private:
@@ -176,10 +178,11 @@ struct HeadGradients {
 
   static Sums sums_of(std::vector<Pair>& pairs, int64_t row) { return reinterpret_cast<Sums>(pairs.data() + row); }
 
+  // Gives the sums of the first `count` of some rows to `sink`, a vector at a time.
   template <class Sink>
-  void store(const std::vector<Pair>& from, int64_t rows, int64_t first, int64_t count, Sink sink) const {
+  void store(const std::vector<Pair>& from, int64_t rows, int64_t count, Sink sink) const {
     for (int64_t width = 0; width < widths; ++width)
-      for (int64_t row = first; row < first + count; ++row)
+      for (int64_t row = 0; row < count; ++row)
         for (int v = 0; v < VECTORS; ++v) sink(row, width * BLOCK + v * LANES, from[width * rows + row].of[v]);
   }
 };
@@ -239,40 +242,43 @@ inline float dot(const typename Dtype::Element* a, const typename Dtype::Element
   return sum(sums);
 }
 
-// Masks attend to the masks of their own group: a query of the m-th mask to the first `seen(m)`.
+// Masks attend to the masks of their own group: the m-th query of a group to its first `seen(m)` keys.
 struct OwnGroups {
-  int64_t batch, shared, kv_heads, depths, masks, keys, length, size;
-  double scale;
+  int64_t batch, length, size, kv_heads, shared, depths, num_masks, num_keys;
+  float scale;
   bool causal;
 
   OwnGroups(const at::Tensor& query, const at::Tensor& keys, int64_t depths, bool causal, double scale)
-      : batch(query.size(0)), shared(query.size(1) / (keys.size(1) * depths)), kv_heads(keys.size(1)), depths(depths),
-        masks(std::min(depths, keys.size(2))), keys(keys.size(2)), length(query.size(2)), size(query.size(3)), scale(scale),
-        causal(causal) {
+      : batch(query.size(0)), length(query.size(2)), size(query.size(3)), kv_heads(keys.size(1)),
+        shared(query.size(1) / (kv_heads * depths)), depths(depths), num_masks(std::min(depths, keys.size(2))),
+        num_keys(keys.size(2)), scale(static_cast<float>(scale)), causal(causal) {
     TORCH_CHECK(
         query.size(1) == shared * kv_heads * depths && keys.size(0) == batch && keys.size(3) == length && keys.size(4) == size,
         "queries and keys differ in size");
     TORCH_CHECK(size % BLOCK == 0, "head size must be a multiple of ", BLOCK);
   }
 
-  int64_t seen(int64_t mask) const { return causal ? mask + 1 + keys - masks : keys; }
+  int64_t seen(int64_t mask) const { return causal ? mask + 1 + num_keys - num_masks : num_keys; }
 
-  // Calls `run(sequence, position, key-value head, first query head)` by all threads; a group's queries are those of the
-  // `shared` heads from there on, each with `depths` depths.
-  template <class Run>
-  void for_each(Run run) const {
-    at::parallel_for(0, batch * length, 8, [&](int64_t begin, int64_t end) {
-      auto one = run();
+  // Calls what `make()` returns, once made by each thread, with the sequence, the position, the key-value head and its first
+  // query head of a mask, of which there are `num_masks` in each of the `shared` times `depths` heads from there on.
+  template <class Make>
+  void for_each(Make make) const {
+    constexpr int64_t FEW = 8;  // positions for which it does not pay to wake a thread
+    at::parallel_for(0, batch * length, FEW, [&](int64_t begin, int64_t end) {
+      auto run = make();
       for (int64_t place = begin; place < end; ++place)
         for (int64_t head = 0; head < kv_heads; ++head)
-          one(place / length, place % length, head, head * shared * depths + depths - masks);
+          run(place / length, place % length, head, head * shared * depths + depths - num_masks);
     });
   }
 };
 
+// Returns a function of the indices of a row, [..., D], that gives its address.
 template <class Dtype>
 inline auto rows_at(const at::Tensor& of) {
-  TORCH_CHECK(of.stride(-1) == 1, "heads must be contiguous");
+  TORCH_CHECK(
+      of.stride(-1) == 1 && of.element_size() == sizeof(typename Dtype::Element), "heads must be contiguous, in one dtype");
   auto* data = static_cast<typename Dtype::Element*>(of.data_ptr());
   return [=, stride = of.strides().vec()](auto... at) {
     int64_t offset = 0, dim = 0;
@@ -291,18 +297,19 @@ void merge_own_group(
     using Dtype = decltype(dtype);
     const auto query_at = rows_at<Dtype>(query), key_at = rows_at<Dtype>(keys), value_at = rows_at<Dtype>(values);
     const auto out_at = rows_at<Dtype>(out);
-    const auto lse_at = [data = lse.mutable_data_ptr<float>(), stride = lse.strides().vec()](int64_t b, int64_t h, int64_t s) {
-      return data + b * stride[0] + h * stride[1] + s * stride[2];
+    float* sums = lse.mutable_data_ptr<float>();
+    const auto lse_at = [sums, stride = lse.strides().vec()](int64_t b, int64_t h, int64_t s) {
+      return sums + b * stride[0] + h * stride[1] + s * stride[2];
     };
     groups.for_each([&] {
-      return [&, scores = std::vector<float>(groups.keys)](int64_t b, int64_t s, int64_t head, int64_t first) mutable {
+      return [&, scores = std::vector<float>(groups.num_keys)](int64_t b, int64_t s, int64_t head, int64_t first) mutable {
         for (int64_t reader = 0; reader < groups.shared; ++reader)
-          for (int64_t mask = 0; mask < groups.masks; ++mask) {
+          for (int64_t mask = 0; mask < groups.num_masks; ++mask) {
             const int64_t h = first + reader * groups.depths + mask, seen = groups.seen(mask);
             float most = *lse_at(b, h, s), total = 0;
             const float before = most;
             for (int64_t key = 0; key < seen; ++key) {
-              scores[key] = dot<Dtype>(query_at(b, h, s), key_at(b, head, key, s), groups.size) * static_cast<float>(groups.scale);
+              scores[key] = dot<Dtype>(query_at(b, h, s), key_at(b, head, key, s), groups.size) * groups.scale;
               most = std::max(most, scores[key]);
             }
             for (int64_t key = 0; key < seen; ++key) total += scores[key] = std::exp(scores[key] - most);
@@ -310,9 +317,9 @@ void merge_own_group(
             *lse_at(b, h, s) = most + std::log(all);
             auto* to = out_at(b, h, s);
             for (int64_t n = 0; n < groups.size; n += LANES) {
-              Floats sums = Dtype::load(to + n) * (kept / all);
-              for (int64_t key = 0; key < seen; ++key) sums += Dtype::load(value_at(b, head, key, s) + n) * (scores[key] / all);
-              Dtype::store(to + n, sums);
+              Floats mixed = Dtype::load(to + n) * kept;
+              for (int64_t key = 0; key < seen; ++key) mixed += Dtype::load(value_at(b, head, key, s) + n) * scores[key];
+              Dtype::store(to + n, mixed / all);
             }
           }
       };
@@ -321,7 +328,8 @@ void merge_own_group(
   query.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
 }
 
-// The gradients of part (b), from the merged output and log-sum-exp: added to the queries', of keys and values [B, G, K, S, D].
+// The gradients of part (b), from the merged output and log-sum-exp: those of queries are added to `grad_query`, those of keys
+// and values [B, G, K, S, D] returned.
 std::tuple<at::Tensor, at::Tensor> own_group_gradients(
     at::Tensor grad_query, const at::Tensor& grads, const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
     const at::Tensor& out, const at::Tensor& lse, int64_t depths, bool causal, double scale) {
@@ -335,22 +343,22 @@ std::tuple<at::Tensor, at::Tensor> own_group_gradients(
     const auto to_keys = rows_at<Dtype>(grad_keys), to_values = rows_at<Dtype>(grad_values);
     const float* lse_of = log_sums.const_data_ptr<float>();
     groups.for_each([&] {
-      std::vector<float> sums(2 * groups.keys * groups.size), weights(2 * groups.keys);
+      std::vector<float> sums(2 * groups.num_keys * groups.size), weights(2 * groups.num_keys);
       return [&, sums, weights](int64_t b, int64_t s, int64_t head, int64_t first) mutable {
         const int64_t size = groups.size;
-        float *of_keys = sums.data(), *of_values = of_keys + groups.keys * size;
-        float *of_scores = weights.data(), *shares = of_scores + groups.keys;
+        float *of_keys = sums.data(), *of_values = of_keys + groups.num_keys * size;
+        float *of_scores = weights.data(), *shares = of_scores + groups.num_keys;
         std::fill(sums.begin(), sums.end(), 0.0f);
         const auto add = [](float* to, Floats values) { Float32::store(to, Float32::load(to) + values); };
         for (int64_t reader = 0; reader < groups.shared; ++reader)
-          for (int64_t mask = 0; mask < groups.masks; ++mask) {
+          for (int64_t mask = 0; mask < groups.num_masks; ++mask) {
             const int64_t h = first + reader * groups.depths + mask, seen = groups.seen(mask);
             const auto *q = query_at(b, h, s), *grad = grad_at(b, h, s);
-            const float merged = lse_of[(b * query.size(1) + h) * groups.length + s], less = dot<Dtype>(grad, out_at(b, h, s), size);
+            const float merged = lse_of[(b * query.size(1) + h) * groups.length + s];
+            const float less = dot<Dtype>(grad, out_at(b, h, s), size);
             for (int64_t key = 0; key < seen; ++key) {
-              const float factor = static_cast<float>(groups.scale);
-              shares[key] = std::exp(dot<Dtype>(q, key_at(b, head, key, s), size) * factor - merged);
-              of_scores[key] = shares[key] * (dot<Dtype>(grad, value_at(b, head, key, s), size) - less) * factor;
+              shares[key] = std::exp(dot<Dtype>(q, key_at(b, head, key, s), size) * groups.scale - merged);
+              of_scores[key] = shares[key] * (dot<Dtype>(grad, value_at(b, head, key, s), size) - less) * groups.scale;
             }
             for (int64_t n = 0; n < size; n += LANES) {
               auto* to = to_query(b, h, s) + n;
@@ -363,7 +371,7 @@ std::tuple<at::Tensor, at::Tensor> own_group_gradients(
               Dtype::store(to, of_query);
             }
           }
-        for (int64_t key = 0; key < groups.keys; ++key)
+        for (int64_t key = 0; key < groups.num_keys; ++key)
           for (int64_t n = 0; n < size; n += LANES) {
             Dtype::store(to_keys(b, head, key, s) + n, Float32::load(of_keys + key * size + n));
             Dtype::store(to_values(b, head, key, s) + n, Float32::load(of_values + key * size + n));

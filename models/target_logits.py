@@ -135,6 +135,13 @@ def _compared(target: PreTrainedModel, shapes: list[LogitShape]) -> LogitShape:
     return shapes[place]
 
 
+def get_text_decoder(target: PreTrainedModel) -> nn.Module:
+    """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
+    base = target.base_model
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return decoder if isinstance(decoder, nn.Module) else base
+
+
 class _FinalStates(BaseModelOutputWithPast):
     """The output of a target's layers, with None for all other attributes."""
 
@@ -145,8 +152,7 @@ class _FinalStates(BaseModelOutputWithPast):
 
 def _logits_from(target: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Compute logits [N, V] of final hidden states [N, D] by the target's own forward; no layer runs."""
-    base: Any = target.base_model
-    base = base.get_decoder() if hasattr(base, "get_decoder") else base  # as `get_text_decoder`
+    base: Any = get_text_decoder(target)
 
     def final_states(*_: Any, **__: Any) -> Any:
         return _FinalStates(last_hidden_state=hidden[None])

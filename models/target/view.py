@@ -1,4 +1,4 @@
-"""Uniform view of a target: its config's values each under one name, and its decoder.
+"""Uniform view of a target's config: one value under one name, for the rest of the package.
 
 Configs differ: values are in a wrapper's `text_config`, under old names (`n_layer`), in a list by layer, or by type of
 layer, as for RoPE.
@@ -8,8 +8,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 # Other names of values in configs that transformers does not translate: old ones, and those of models' own code.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -79,10 +78,3 @@ def embedding_width(values: Mapping[str, Any]) -> int:
 def is_wrapper(config: PreTrainedConfig) -> bool:
     """Return whether the checkpoint holds a text model and others, such as vision."""
     return config.get_text_config() is not config
-
-
-def get_text_decoder(target: PreTrainedModel) -> nn.Module:
-    """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
-    base = target.base_model
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    return decoder if isinstance(decoder, nn.Module) else base
