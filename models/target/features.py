@@ -85,8 +85,11 @@ def _cpu_target(target: PreTrainedModel, layers: tuple[int, ...], length: int) -
         if (found := CpuTarget.of(target, positions, features_only=True, num_layers=needed)) is None:
             return None
         made = _cpu_targets[target] = needed, found
-    made[1].refresh()
-    return made[1]
+    cpu_target = made[1]
+    if not all(FINAL_FEATURES <= layer <= cpu_target.num_layers for layer in layers):
+        return None  # `FeatureTap` reports layers that do not exist
+    cpu_target.refresh()
+    return cpu_target
 
 
 def _forward(
