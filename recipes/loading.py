@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.files import expand_home
+from draftsmith.recipes.removed import drop_unset, removal_of
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
@@ -50,7 +51,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     if "extends" in values:
         raise UserError("key `extends` cannot be an override: write it into a recipe file")
     try:
-        recipe = Recipe.model_validate(values)
+        recipe = Recipe.model_validate(drop_unset(values))
     except ValidationError as error:
         place = _locate(error.errors()[0]["loc"], list(files), overrides or [])
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
@@ -226,8 +227,11 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
     shipped = shipped_files()
     # A folder in the path means a file of the user, unless it is the folder of the shipped recipes.
     name = file.name.removesuffix(".yaml")  # no stem: llama3.1-8b-eagle3
-    if name in shipped and str(file.parent) in (".", "recipes"):
-        return shipped[name]
+    if str(file.parent) in (".", "recipes"):
+        if name in shipped:
+            return shipped[name]
+        if removal := removal_of("recipe", name):
+            raise UserError(f"the recipe {removal}")
     hint = did_you_mean(name, shipped, "`draftsmith recipes` lists the shipped ones", cutoff=0.6)
     raise UserError(f"recipe file {path} does not exist: {hint}")
 
@@ -290,6 +294,8 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
                 inner = [each for each in getattr(annotation, "__args__", ()) if isinstance(each, type)]
                 model = inner[0] if inner else annotation
         valid = list(model.model_fields)
+        if removal := removal_of(key):
+            return f"key {removal}"
         hint = did_you_mean(str(location[-1]), valid, f"valid keys there are {', '.join(sorted(valid))}")
         return f"unknown key `{key}`: {hint}"
     if first["type"] == "missing":

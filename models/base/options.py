@@ -23,6 +23,7 @@ from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
+from draftsmith.recipes.removed import drop_unset
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
 
@@ -162,7 +163,7 @@ class DrafterOptions(Section):
             UserError: An option is unknown, or has a wrong value.
         """
         try:
-            return cls.model_validate(values, context=target_config)
+            return cls.model_validate(drop_unset(values, "drafter.options"), context=target_config)
         except ValidationError as error:
             raise UserError(explain(cls, error, "drafter.options")) from None
 

@@ -20,6 +20,7 @@ from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
+from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import TRAINING_FILE
 
 # The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
@@ -72,6 +73,8 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     if kind not in kinds:
         if (DRAFTERS / f"{kind}.py").is_file():
             raise UserError(f"{file} has no line `DRAFTER = YourClass`: add it as the last one")
+        if removal := removal_of("drafter.kind", kind):
+            raise UserError(f"drafter.kind {removal}")
         raise UserError(f"drafter.kind `{kind}` does not exist: use one of {', '.join(kinds)}")
     drafter_class: type[Drafter] = importlib.import_module(f"draftsmith.models.drafters.{kind}").DRAFTER
     config_class = drafter_class.config_class

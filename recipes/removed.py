@@ -1,0 +1,44 @@
+"""What was removed from recipes in this release: for each key, value or shipped recipe, what to use instead.
+
+An entry stays for one release, so that a recipe, run folder or checkpoint of the release before is never misread.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """What replaces a removed key, value or recipe."""
+
+    instead: str  # end of the sentence "... was removed: "
+    unset: tuple[Any, ...] = (None,)  # values that changed nothing; resolved recipes hold them, so they are dropped
+
+
+# A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe.
+REMOVED: dict[str, Removed] = {}
+
+
+def removal_of(key: str, value: str | None = None) -> str | None:
+    """Return the sentence about a removed key, or about a removed value of it; None if there is none.
+
+    Args:
+        key: Dotted key of the recipe, or `recipe` for the name of a shipped recipe.
+    """
+    removed = REMOVED.get(key if value is None else f"{key}={value}")
+    if removed is None:
+        return None
+    return f"`{key if value is None else value}` was removed: {removed.instead}"
+
+
+def drop_unset(values: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """Return the values of a recipe, or of a section of it, without removed keys whose value changed nothing.
+
+    Args:
+        section: Dotted key of `values` in the recipe; empty for a whole recipe.
+    """
+    kept = {}
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else name
+        if key in REMOVED and value in REMOVED[key].unset:
+            continue
+        kept[name] = drop_unset(value, key) if isinstance(value, dict) else value
+    return kept
