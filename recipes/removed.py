@@ -1,4 +1,4 @@
-"""What was removed from recipes in this release: for each key, value or shipped recipe, what to use instead.
+"""What was removed in this release: for each key, value, shipped recipe or command-line option, what to use instead.
 
 An entry stays for one release, so that a recipe, run folder or checkpoint of the release before is never misread.
 """
@@ -13,15 +13,17 @@ class Removed(NamedTuple):
     unset: tuple[Any, ...] = (None,)  # values that changed nothing; resolved recipes hold them, so they are dropped
 
 
-# A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe.
-REMOVED: dict[str, Removed] = {}
+# A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
+REMOVED: dict[str, Removed] = {
+    "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
+}
 
 
 def removal_of(key: str, value: str | None = None) -> str | None:
     """Return the sentence about a removed key, or about a removed value of it; None if there is none.
 
     Args:
-        key: Dotted key of the recipe, or `recipe` for the name of a shipped recipe.
+        key: Dotted key of the recipe, `recipe` for the name of a shipped recipe, or a command with its option.
     """
     removed = REMOVED.get(key if value is None else f"{key}={value}")
     if removed is None:

@@ -371,16 +371,13 @@ def doctor(
     serve: Annotated[
         str | None, typer.Option(help="Also check whether this engine can serve the drafter: vllm, sglang, ...")
     ] = None,
-    overfit: Annotated[
-        bool, typer.Option("--overfit", help="Also train on one answer until the drafter drafts all of it.")
-    ] = False,
 ) -> None:
     """Check data, target and drafter before training; exits with 1 on a defect."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.doctor import examine
 
     heading("doctor", loaded.name)
-    diagnosis = examine(loaded, serve, overfit)
+    diagnosis = examine(loaded, serve)
     tell(diagnosis.as_json())
     diagnosis.show(rows)
     if diagnosis.count("defect"):

@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.files import check_writable, expand_home, write_atomically
 from draftsmith.progress import configure_progress_bars
+from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
@@ -166,6 +167,17 @@ class WithTerminalOptions(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, move_to_front(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command and its arguments.
+
+        Raises:
+            UserError: A command or option was removed in this release.
+        """
+        for word in args[1:]:
+            if sentence := removal_of(f"{args[0]} {word.partition('=')[0]}"):
+                raise UserError(sentence)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         is_later = not is_first_process()

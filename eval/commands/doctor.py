@@ -2,8 +2,7 @@
 
 Data: a sample of the source's conversations is tokenised as for training; after distillation every example of
 `data/tokens` is checked too. Target: can it run draft trees? Drafter: does training compute the same logits as decoding
-(`draftsmith.train.drafter.parity`)? Does it learn one answer by heart (`overfit.py`)? The run's folder is only read, so
-this may run during a distillation.
+(`draftsmith.train.drafter.parity`)? The run's folder is only read, so this may run during a distillation.
 
 Shapes: S tokens of an example.
 """
@@ -50,7 +49,6 @@ from draftsmith.data.tokens.templates import (
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.commands.console import console
-from draftsmith.eval.commands.overfit import overfit
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
@@ -165,12 +163,11 @@ class Diagnosis:
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
-def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) -> Diagnosis:
+def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     """Check data, target and drafter. Writes nothing into the run's folder.
 
     Args:
         serve: Also check whether the drafter can be exported to this format or engine (`models/formats/exporting.py`).
-        overfits: Also train a new drafter on one answer, which it must then draft (`overfit.py`).
 
     Raises:
         UserError: The target cannot be loaded, so that nothing can be checked, or `serve` is no known format.
@@ -196,8 +193,6 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
     add("target", "dtype", _check_dtype(target))
     add(trained, "train section", _check_training_arguments(recipe))
     add(trained, "drafter.init", _check_start(recipe, target))
-    if overfits:  # before the check that changes the target's dtype
-        add(trained, "overfit", _check_overfit(recipe, target, diagnosis))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
     add(trained, "engines", _check_engines(recipe, target))
     if serve is not None:
@@ -573,17 +568,6 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
         yield Finding("command", "ok", command)
     if warned is not None:
         yield Finding("first token", "warning", warned)
-
-
-def _check_overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> Iterator[Finding]:
-    """Check that a new drafter learns one answer of the target by heart."""
-    kind, check = recipe.drafter.kind, "overfit"
-    if diagnosis.count("defect"):
-        yield Finding(check, "warning", "not checked: correct the defects above first")
-    elif (result := overfit(recipe, target, diagnosis.tokenizer, diagnosis.rows)) is not None:
-        yield Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))
-    else:
-        yield Finding(check, "ok", f"not checked: a {kind} drafter trains no layers that could memorise an answer")
 
 
 def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from draftsmith.errors import INTERRUPTED
 from draftsmith.eval.commands import cli
+from draftsmith.recipes.removed import REMOVED
 
 RUNNER = CliRunner()
 NO_RECIPE = {"demo", "recipes"}  # the first is followed by a question, the other by nothing
@@ -27,6 +28,13 @@ def test_missing_recipe_is_one_sentence(command: str) -> None:
     result = RUNNER.invoke(cli.app, [command, "no-such-recipe.yaml", *needed])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("error: recipe file no-such-recipe.yaml does not exist")
+
+
+@pytest.mark.parametrize("removed", [key for key in REMOVED if " --" in key])
+def test_removed_option_names_what_to_use(removed: str) -> None:
+    command, option = removed.split()
+    result = RUNNER.invoke(cli.app, [command, "quickstart", f"{option}=1"])
+    assert (result.exit_code, result.stderr) == (2, f"error: `{removed}` was removed: {REMOVED[removed].instead}\n")
 
 
 def test_sigterm_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
