@@ -6,7 +6,7 @@ VENV ?= .venv
 # Installed first and pinned: a bare `torch` would pull gigabytes of CUDA. For a GPU: make setup TORCH=torch, whose build on PyPI
 # asks for a driver of CUDA 13; `draftsmith doctor` says whether torch can use yours.
 TORCH ?= torch==2.13.0
-# Of pyproject.toml: `ci` has DeepSpeed and the trackers too, whose tests are skipped without.
+# Of pyproject.toml: `ci` has DeepSpeed too, whose tests are skipped without.
 EXTRAS ?= dev
 # The embedded target is so small that more threads cost more than they give.
 export OMP_NUM_THREADS ?= 2

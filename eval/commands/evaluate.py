@@ -33,7 +33,6 @@ from draftsmith.eval.report import report
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures, seed_spread
 from draftsmith.eval.report.text import drafter_name
-from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.load_test import load_engine_measurements
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
@@ -109,9 +108,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         **({} if command is None else {"command": masked(command)}),
     }
     _store(folder.eval / artifacts.NOTES, notes)
-    summary = report_again(recipe)
-    add_to_trackers(recipe, summary)
-    return summary
+    return report_again(recipe)
 
 
 def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[Arm], dict[Path, Drafter]]:

@@ -45,7 +45,6 @@ from draftsmith.train.drafter.checkpoints import (
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
-from draftsmith.train.drafter.trackers import check_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import check_offline_support, open_features
@@ -79,7 +78,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     offline = recipe.data.features.source == "offline"
     launch = detect_launch(args)
     check_launch(recipe, args, launch)
-    check_trackers(args.report_to)
     if offline:
         check_offline_support(recipe)
     tokens = load_tokens(run, recipe.name)
@@ -121,19 +119,18 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
     checkpoint = _find_checkpoint(trainer, launch)
     finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
-    with tracked(recipe, trainer):
-        try:
-            if finished is not None:
-                trainer.restore(finished)
-            else:
-                with _deterministic(args), without_cudnn_attention():
-                    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        finally:
-            trainer.shown.stop()
-            stop.restore()
-        if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
-            stop.raise_interrupt()
-        trainer.evaluate_at_end()
+    try:
+        if finished is not None:
+            trainer.restore(finished)
+        else:
+            with _deterministic(args), without_cudnn_attention():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        trainer.shown.stop()
+        stop.restore()
+    if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
+        stop.raise_interrupt()
+    trainer.evaluate_at_end()
     trained = set(drafter.parameters())  # some may be inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import get_int_from_env
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from transformers import TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
@@ -63,7 +64,7 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
     Raises:
         UserError: As `training_arguments`, or `validation` contradicts other keys.
     """
-    values, validation = dict(recipe.train), recipe.validation
+    values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
     if values.get("load_best_model_at_end"):
         raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
     evaluates = values.get("eval_strategy", "no")
@@ -120,6 +121,11 @@ def training_arguments(
         args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
+    try:
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            tracker()  # raises an error if its package is not installed, which the Trainer would show after the target
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"key `train.report_to`: {' '.join(str(error).split())}") from None
     leave_at_exit()
     if args.n_gpu > 1:
         # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.

@@ -183,6 +183,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out, as train.global_batch_size gives"),
         ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
+        ({"report_to": "wandbb"}, r"key `train.report_to`: wandbb is not supported, only .* wandb,"),
         ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
         ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
         ({"average_tokens_across_devices": False}, "`train.average_tokens_across_devices` cannot be false: a step's"),
