@@ -20,7 +20,6 @@
 
 #include "cpu_layers.h"
 #include "cpu_math.h"
-#include "cpu_training.h"
 
 namespace {
 
@@ -383,15 +382,6 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("keep_rows(Tensor(a!) held, int start, int[] rows) -> ()");
   library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
-  library.def(
-      "attention_gradients(Tensor grad_out, Tensor query, Tensor keys, Tensor values, Tensor out, Tensor lse, "
-      "float scale) -> (Tensor, Tensor, Tensor)");
-  library.def(
-      "merge_own_group(Tensor(a!) out, Tensor(b!) lse, Tensor query, Tensor keys, Tensor values, int depths, bool causal, "
-      "float scale) -> ()");
-  library.def(
-      "own_group_gradients(Tensor(a!) grad_query, Tensor grad_out, Tensor query, Tensor keys, Tensor values, Tensor out, "
-      "Tensor lse, int depths, bool causal, float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
@@ -405,7 +395,4 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("keep_rows", keep_rows);
   library.impl("cross_entropy", cross_entropy);
   library.impl("attention", attention);
-  library.impl("attention_gradients", attention_gradients);
-  library.impl("merge_own_group", merge_own_group);
-  library.impl("own_group_gradients", own_group_gradients);
 }

@@ -32,10 +32,9 @@ from draftsmith.files import cache_root
 from draftsmith.provenance import Machine
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_math.h", "cpu_layers.h", "cpu_training.h"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_math.h", "cpu_layers.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
-BLOCK_VECTORS = 2  # of a block of outputs; VECTORS in the source
 GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
 MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
@@ -115,12 +114,6 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
     )
 
 
-def has_group_attention(query: Tensor) -> bool:
-    """Return True if our kernels train group attention with queries [B, H, S, D]."""
-    is_known = query.device.type == "cpu" and query.dtype in DTYPES
-    return is_known and has_kernels() and query.shape[-1] % (BLOCK_VECTORS * vector_lanes()) == 0
-
-
 def _built(compiler: str) -> Path:
     """Return the library in the cache; build it if it is missing, and move it there in one step."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -175,18 +168,6 @@ def _register_shapes() -> None:
     def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         batch, heads, rows, head_size = query.shape
         return query.new_empty((batch, rows, heads, head_size))
-
-    @torch.library.register_fake("draftsmith::attention_gradients")
-    def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(query), torch.empty_like(keys), torch.empty_like(values)
-
-    @torch.library.register_fake("draftsmith::merge_own_group")
-    def _(out: Tensor, lse: Tensor, *_: Any) -> None:
-        return
-
-    @torch.library.register_fake("draftsmith::own_group_gradients")
-    def _(grad_q: Tensor, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return keys.new_empty(keys.shape), values.new_empty(values.shape)
 
     @torch.library.register_fake("draftsmith::cross_entropy")
     def _(logits: Tensor, labels: Tensor, losses: Tensor, is_largest: Tensor) -> None:

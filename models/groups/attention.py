@@ -47,7 +47,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_kernels import has_group_attention
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense"]
@@ -256,10 +255,6 @@ class _Folded:
 
     def merge_own_group(self, out: Tensor, lse: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor) -> None:
         """Add part (b) to the output and log-sum-exp of part (a), in place."""
-        if has_group_attention(q):
-            own = k_bhgsd[:, :, 1:], v_bhgsd[:, :, 1:]
-            torch.ops.draftsmith.merge_own_group(out, lse, q, *own, self.query_depths, self.causal, self.scale)
-            return
         out_bhmsd, lse_bhms, q_bhmsd = map(self.of_masks, (out, lse, q))
         num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype  # at least fp32
         k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
@@ -274,10 +269,6 @@ class _Folded:
         self, grad_q: Tensor, grad_out: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add to the masks' queries' gradients, in place; return those of keys and values [B, Hkv, K, S, Dh]."""
-        if has_group_attention(q):
-            own = k_bhgsd[:, :, 1:], v_bhgsd[:, :, 1:]
-            how = self.query_depths, self.causal, self.scale
-            return torch.ops.draftsmith.own_group_gradients(grad_q, grad_out, q, *own, out, lse, *how)
         num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype
         q_rows, grad_out_rows, out_rows = (
             _rows(self.of_masks(part), num_kv_heads).to(dtype) for part in (q, grad_out, out)
@@ -362,8 +353,6 @@ class _Folded:
         grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = given
         if q_bhsd.device.type == "cpu":
             mask, q = self._mask(q_bhsd), q_bhsd
-            if mask is None and has_group_attention(q):
-                return torch.ops.draftsmith.attention_gradients(grad_out, q, k_bhsd, v_bhsd, out, lse, self.scale)
             if mask is not None:
                 grad_out, q, out, lse = map(self._depth_after_depth, (grad_out, q, out, lse))
             grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(

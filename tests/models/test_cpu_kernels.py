@@ -56,37 +56,6 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @KERNELS
-@EVERY_DTYPE
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "length", "size"), [(1, 6, 2, 71, 64), (2, 2, 2, 32, 32), (1, 3, 1, 1, 128)]
-)
-def test_gradients_of_attention(
-    batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype
-) -> None:
-    """Against fp64, of heads whose elements lie together and rows that do not; any number of threads gives the same."""
-    query, grad_out = (random_tensor(batch, length, heads, size, dtype=dtype, seed=n).transpose(1, 2) for n in (0, 1))
-    keys, values = (random_tensor(batch, length, kv_heads, size, dtype=dtype, seed=n).transpose(1, 2) for n in (2, 3))
-    exact = [part.double().requires_grad_() for part in (query, keys, values)]
-    scores = exact[0] @ exact[1].repeat_interleave(heads // kv_heads, 1).mT / size**0.5
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    out = scores.softmax(-1) @ exact[2].repeat_interleave(heads // kv_heads, 1)
-    wanted = torch.autograd.grad(out, exact, grad_out.double())
-    log_sums = scores.logsumexp(-1).detach().float()
-    given = grad_out, query, keys, values, out.detach().to(dtype), log_sums, size**-0.5
-    found = KERNEL.attention_gradients(*given)
-    for each, of in zip(found, wanted, strict=True):
-        assert each.dtype == dtype
-        # Shares, gradients of scores, and the result are each rounded once.
-        tolerance = 1e-6 if dtype == torch.float32 else 2**-8
-        assert float((each.double() - of).norm()) <= tolerance * float(wanted[2].norm())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    alone = KERNEL.attention_gradients(*given)
-    torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for pair in zip(found, alone, strict=True))
-
-
-@KERNELS
 def test_packed_weights_outlive_others_in_shared_memory() -> None:
     """Several share a block of memory, which is freed with the last of them; these need more than one block."""
     weights = [random_tensor(1024, 2048 + 7 * number, seed=number) for number in range(6)]

@@ -12,7 +12,7 @@ from draftsmith.models.groups.attention import _Folded, _FoldedGroupAttention, g
 from draftsmith.models.groups.layout import group_mask
 
 # batch, query heads, key heads, depths, positions, head size
-SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
+SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 32), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
@@ -66,15 +66,10 @@ def test_rope_under_autocast_leaves_queries_and_keys_in_fp32(backend: str) -> No
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "size", "bound"),
-    [(torch.bfloat16, 16, 6e-3), (torch.bfloat16, 64, 6e-3), (torch.float16, 16, 7.5e-4)],
-)
-def test_autocast_rounds_no_product_of_the_own_group(
-    dtype: torch.dtype, size: int, bound: float, backward_inside: bool
-) -> None:
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float16, 7.5e-4)])
+def test_autocast_rounds_no_product_of_the_own_group(dtype: torch.dtype, bound: float, backward_inside: bool) -> None:
     """Gradients of the masks' keys and values against fp64: 0.4 % in bf16, 2 % if the scores are rounded to it."""
-    parts = [2 * part.detach().to(dtype) for part in random_qkv((2, 4, 2, 5, 40, size), torch.float64)]
+    parts = [2 * part.detach().to(dtype) for part in random_qkv((2, 4, 2, 5, 40, 16), torch.float64)]
     weight = torch.randn(parts[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     grads = []
     for backend, as_dtype in (("folded", dtype), ("dense", torch.float64)):
@@ -104,7 +99,6 @@ def test_autocast_rounds_no_product_of_the_own_group(
             for backend in ("folded", "dense")
             for shape, depths in ((SHAPES[1], 1), (SHAPES[1], 4), (SHAPES[2], 2), (SHAPES[4], 1))
         ),
-        *(("folded", SHAPES[2], depths, torch.float32, False) for depths in (1, 2)),  # by a CPU's kernels
     ],
 )
 @pytest.mark.parametrize(("causal", "wider"), [(True, None), (False, None), (True, 0), (False, 2)])
