@@ -55,8 +55,8 @@ help:
 	@echo "make smollm2-bench  after both: transformers' and llama.cpp's decoding beside ours, and tau against the amount of data"
 	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
-	@echo "make ablations    the number of masks, distilled against original answers, what losses, D-PACE and EAGLE-3.1 add:"
-	@echo "                  runs/masks, runs/answers, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
+	@echo "make ablations    the number of masks, distilled against original answers, what losses and EAGLE-3.1 add:"
+	@echo "                  runs/masks, runs/answers, runs/losses, runs/fc_norm, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, into docs/results (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
@@ -129,11 +129,9 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
-	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
-	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
+	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl --name losses
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.dpace_alpha=0.5 --name dflash2_dpace
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.loss=kl,lk_lambda --name dflash2_losses
+	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.loss=kl --name dflash2_losses
 	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm
 	$(BIN)/draftsmith compare embedded-eagle3 drafter.options.fc_norm=true --vary drafter.options.norm_output=false,true --name norms
 

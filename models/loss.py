@@ -3,26 +3,20 @@
 p = target (the teacher), q = drafter. alpha = sum_v min(p_v, q_v) = 1 - TV(p, q) is the probability that a token which
 was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2).
 
-| name        | loss of a row                                                         | source                |
-|-------------|-----------------------------------------------------------------------|-----------------------|
-| `ce`        | -log q(label)                                                         | Medusa, 2401.10774    |
-| `kl`        | KL(p, q); its gradient is that of cross entropy with soft labels p    | EAGLE, 2401.15077     |
-| `tv`        | 1 - alpha                                                             | 2211.17192            |
-| `lk_alpha`  | -log alpha                                                            | LK losses, 2602.23881 |
-| `lk_lambda` | lambda * KL + (1 - lambda) * TV, lambda = exp(-eta * stopgrad(alpha)) | LK losses, 2602.23881 |
-
-Where we deviate: every row has its own alpha; its authors' code (in SpecForge) takes one, the batch's mean, for both.
+| name | loss of a row                                                      | source             |
+|------|--------------------------------------------------------------------|--------------------|
+| `ce` | -log q(label)                                                      | Medusa, 2401.10774 |
+| `kl` | KL(p, q); its gradient is that of cross entropy with soft labels p | EAGLE, 2401.15077  |
+| `tv` | 1 - alpha                                                          | 2211.17192         |
 
 A loss is a function of this file and its name in `LossName` and `LOSSES`; those of `LABEL_LOSSES` have no teacher. A
 recipe may also give several with a weight each (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a
 single name is that name with weight 1.
 
-With a reduced draft vocabulary V', p is the teacher's distribution restricted to V' and renormalised. A row's losses to
-the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
-wants a token that cannot be drafted, its distribution over the other tokens teaches next to nothing. EAGLE-3's authors
-take 0 or 1 for m, by whether the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and
-SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all tokens, prompts included; we by the
-labelled rows. A label outside V' has no `ce`.
+With a reduced draft vocabulary V', p is the teacher's distribution restricted to V' and renormalised, and every row
+counts. EAGLE-3's authors leave out the rows whose most likely token under the target is outside (SafeAILab/EAGLE,
+eagle/traineagle3/cnets.py, and SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all
+tokens, prompts included; we by the labelled rows. A label outside V' has no `ce`.
 
 `head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
 its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
@@ -54,8 +48,6 @@ from torch import Tensor, nn
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
-# The LK paper's setting.
-LK_ETA = 3.0
 CHUNK_ELEMENTS = 1 << 22
 # Logits in a chunk on a CPU, so that they stay in its cache.
 BLOCK_ELEMENTS = 1 << 19
@@ -100,27 +92,14 @@ def tv(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
     return _tv(_log_softmax(teacher_logits), _log_softmax(logits))
 
 
-def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Compute -log alpha in log space: alpha underflows where p and q hardly overlap, as at first."""
-    return -torch.minimum(_log_softmax(teacher_logits), _log_softmax(logits)).logsumexp(-1)
-
-
-def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Mix KL, whose gradient is large at low acceptance rates, and TV, with more weight on TV as alpha grows."""
-    log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
-    total_variation = _tv(log_p, log_q)
-    weight = torch.exp(-LK_ETA * (1.0 - total_variation.detach()))
-    return weight * _kl(log_p, log_q) + (1.0 - weight) * total_variation
-
-
 def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
     """Compute EAGLE's regression to the target's features, beta = 1, mean over D: [..., D] twice -> [...]."""
     dtype = softmax_dtype(features.dtype)
     return F.smooth_l1_loss(features.to(dtype), teacher_features.to(dtype), reduction="none").mean(-1)
 
 
-LossName = Literal["ce", "kl", "tv", "lk_alpha", "lk_lambda"]
-LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
+LossName = Literal["ce", "kl", "tv"]
+LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv}
 LABEL_LOSSES = {"ce"}
 LossWeights = Mapping[str, float]
 
@@ -135,9 +114,9 @@ def has_teacher(loss: str | LossWeights) -> bool:
     return not LABEL_LOSSES.issuperset(loss_weights(loss))
 
 
-# Weights of the losses of N rows, with a reduced vocabulary less than 1: [N] those of labels, 0 where the head has not
-# the label; [N] those with a teacher, its mass inside, None for 1.
-Factors = tuple[Tensor, Tensor | None]
+# Weights of the losses of N rows with a reduced vocabulary: [N] those of labels, 0 where the head has not the label;
+# those with a teacher, None for 1.
+Factors = tuple[Tensor, None]
 
 
 def row_losses(
@@ -291,7 +270,6 @@ class Teacher(NamedTuple):
     head: nn.Linear | None = None  # [T, D]; None for the head that is trained through
     columns_v: Tensor | None = None  # [V] a reduced head's tokens among the T: p is the softmax over those alone
     shape: LogitShape | None = None  # from its product to logits; None: as the other head's
-    mass_n: Tensor | None = None  # [N] probability of those tokens, which losses with a teacher count by; None for 1
 
 
 class HeadLoss(NamedTuple):
@@ -340,7 +318,7 @@ def head_loss(
     order_n = common_n = known_n = factors = None
     if is_reduced:
         known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
-        labels_n, factors = labels_n.clamp(min=0), (known_n, None if teacher is None else teacher.mass_n)
+        labels_n, factors = labels_n.clamp(min=0), (known_n, None)
     if factors is not None and len({has_teacher(name) for name in loss}) == 1:
         # If all losses share one factor, multiply the rows by it, and no tensor of [N, V].
         common_n, factors = factors[has_teacher(loss)], None
@@ -375,34 +353,7 @@ def head_loss(
 
 def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None:
     """Return the factors of some rows."""
-    return None if factors is None else (factors[0][rows], None if factors[1] is None else factors[1][rows])
-
-
-@torch.no_grad()
-def mass_inside(
-    features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor, shape: LogitShape = PLAIN
-) -> Tensor:
-    """Return the probability [P] that a head gives the tokens of `inside_v` ([V] bool), in fp32 at least.
-
-    One product with the whole head per token, whatever the number of depths that predict its label. On a CPU
-    only for the tokens in `wanted_p` ([P] bool), and 1 for the others; elsewhere for all, as counting them would wait.
-    """
-    head = _linear(head)
-    dtype = _product_dtype(head.weight)
-    mass_p = torch.ones(len(features_pd), dtype=softmax_dtype(dtype), device=features_pd.device)
-    token_n = (
-        wanted_p.nonzero().squeeze(1) if _is_on_cpu(features_pd) else torch.arange(len(mass_p), device=mass_p.device)
-    )
-    vocabulary, hidden_size = head.weight.shape
-    chunk = chunk_rows(vocabulary, hidden_size, device_type=features_pd.device.type)
-    with torch.autocast(features_pd.device.type, enabled=False):
-        weight_vd, bias_v = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-        ones_v = inside_v.to(mass_p.dtype)
-        for tokens in token_n.split(chunk):
-            logits = shape.apply_(F.linear(features_pd.index_select(0, tokens).to(dtype), weight_vd, bias_v))
-            # A sum of probabilities may be rounded to more than 1.
-            mass_p[tokens] = (logits.softmax(-1, dtype=mass_p.dtype) @ ones_v).clamp(max=1.0)
-    return mass_p
+    return None if factors is None else (factors[0][rows], None)
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:

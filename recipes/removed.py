@@ -16,6 +16,10 @@ class Removed(NamedTuple):
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
+    "drafter.options.dpace_alpha": Removed("use `until_first_error: true`"),
+    "drafter.options.teacher_mass": Removed("leave it out", unset=(True, False)),
+    "drafter.options.loss=lk_alpha": Removed("use `tv`, also in the config.json of a drafter trained with it"),
+    "drafter.options.loss=lk_lambda": Removed("use `kl`, also in the config.json of a drafter trained with it"),
 }
 
 

@@ -213,13 +213,6 @@ MUTANTS = (
         "tests/models/drafters/test_eagle.py -k noise",
     ),
     Mutant(
-        "the mass outside the draft vocabulary",
-        "models/loss.py",
-        "ones_v = inside_v.to(mass_p.dtype)",
-        "ones_v = (~inside_v).to(mass_p.dtype)",
-        "tests/models/test_loss.py -k mass_inside",
-    ),
-    Mutant(
         "losses of a sum change their factors",
         "models/loss.py",
         "factor = factors[has_teacher(name)]",

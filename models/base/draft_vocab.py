@@ -7,11 +7,7 @@ target's head are gathered when the drafter is attached, and not stored.
 
 **Vocabulary** (EAGLE-3's code; FR-Spec, 2502.14856). With `draft_vocab_size` a head has V' rows, for the most frequent
 tokens of the training answers, and all other tokens have q = 0: the output stays the target's own, and only tau is
-lower. The teacher, if the loss has one, is the target's distribution over those V' tokens, and a row's losses to it are
-weighted with their total probability under the target (`models/loss.py`). That takes a product of the target's whole
-head with each token of an answer, which nothing else needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152
-tokens, a step takes 1.08 (P-EAGLE) to 1.20 times (EAGLE, whose head has one row per token) as long. With
-`teacher_mass: false` that product is left out, and all rows have weight 1.
+lower. The teacher, if the loss has one, is the target's distribution over those V' tokens.
 
 **Markov head** (DSpark, arXiv 2607.05147). When all depths come from one forward, depth k does not depend on the token
 drafted at depth k-1. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
@@ -31,8 +27,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
-from draftsmith.models.groups.layout import IGNORED_LABEL, Groups
-from draftsmith.models.loss import Teacher, has_teacher, mass_inside
+from draftsmith.models.groups.layout import IGNORED_LABEL
+from draftsmith.models.loss import Teacher, has_teacher
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 ROWS_AT_ONCE = 1000
@@ -168,24 +164,14 @@ class DraftVocab:
         has_label_m = column_m >= 0
         return (torch.ones_like(has_label_m) if has_teacher(self._drafter.config.loss) else has_label_m).to(dtype)
 
-    def teacher(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
+    def teacher(self, features_pd: Tensor | None, token_m: Tensor) -> Teacher | None:
         """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
         if features_pd is None:
             return None
         # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
-        attached, mass_m = self._drafter.attached, None if mass_p is None else mass_p[token_m]
+        attached = self._drafter.attached
         head, columns = (attached.lm_head, self.ids) if self.own_heads else (self.borrowed_head, None)
-        return Teacher(features_pd, token_m, head, columns, attached.shape, mass_m)
-
-    def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
-        """Return the target's probability of the draft vocabulary after each token [P], as loss weights, if used."""
-        drafter = self._drafter
-        options = drafter.config.options
-        if features_pd is None or not (self.is_reduced and options.teacher_mass and has_teacher(options.loss)):
-            return None
-        # A deeper depth's label is also the label of depth 1 of a later group.
-        has_label_p = (groups.labels_bgs[:, 0] != IGNORED_LABEL).flatten()
-        return mass_inside(features_pd, drafter.attached.lm_head, drafter.t2d, has_label_p, drafter.attached.shape)
+        return Teacher(features_pd, token_m, head, columns, attached.shape)
 
     @torch.no_grad()
     def start_own_heads(self) -> None:

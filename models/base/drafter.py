@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
-from draftsmith.models.base.options import GroupWeighting
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, active, depth_labels, document_starts
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
@@ -205,9 +204,9 @@ class Drafter(WithoutEmbeddings):
         """Return the training loss of all groups of a batch.
 
         The loss of a row is that through the head, plus the kind's auxiliary loss. Each is a mean over the rows of its
-        depth, these weighted with the depth's share; with D-PACE a sum over rows, weighted by their group's confidence,
-        over the number of groups. Rows after their group's first error, whose weight is 0 with `until_first_error`, are
-        in the number of rows; so are labels outside the draft vocabulary, except where `ce` is the only loss.
+        depth, these weighted with the depth's share. Rows after their group's first error, whose weight is 0 with
+        `until_first_error`, are in the number of rows; so are labels outside the draft vocabulary, except where `ce` is
+        the only loss.
 
         Args:
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
@@ -227,10 +226,10 @@ class Drafter(WithoutEmbeddings):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
-        mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
         options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, AuxiliaryLoss | None]]()
-        shares_g, weighting = as_tensor_like(options.depth_shares, hidden_nd), options.group_weighting
+        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
+        until_first_error = getattr(options, "until_first_error", False)
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
             tokens_m, column_m = groups.input_ids.flatten()[before_m], vocab.columns_of(label_m)
@@ -240,9 +239,9 @@ class Drafter(WithoutEmbeddings):
                 normed_md,
                 linear,
                 column_m,
-                weights_m if weighting is None else None,
+                None if until_first_error else weights_m,
                 self.config.loss,
-                vocab.teacher(features_pd, before_m, mass_p),
+                vocab.teacher(features_pd, before_m),
                 None if self.markov_head is None else self.markov_head.factors(tokens_m),
                 vocab.shape,
                 is_reduced=vocab.is_reduced,
@@ -252,7 +251,7 @@ class Drafter(WithoutEmbeddings):
                 place_m, depth_m, before_m, tokens_m, column_m, mask_m, weights_m, linear, normed_md, result
             )
             heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
-        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, weighting, self.kept_shares)
+        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, until_first_error)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -354,8 +353,7 @@ def sum_losses(
     weight: float,
     shares_g: Tensor,
     counts_2g: Tensor,
-    weighting: GroupWeighting | None,
-    kept_shares: Sequence[float] | None,
+    until_first_error: bool,
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads.
 
@@ -364,7 +362,7 @@ def sum_losses(
     """
     batch, num_depths, length = groups.labels_bgs.shape
     labels_g, read_g = counts_2g
-    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor, Tensor]]()
+    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, auxiliary in heads:
         result = rows.result
@@ -373,7 +371,7 @@ def sum_losses(
         nats.append(result.cross_entropy_n.masked_fill(rows.column_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
-        terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))
+        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
         if auxiliary is not None:
             losses_m, mask_m, is_correct_m = auxiliary
             if is_correct_m is not None:
@@ -382,17 +380,11 @@ def sum_losses(
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
             weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
             losses.append((losses_m * weights_m).sum())
-            terms.append((slots[-1], losses_m, weights_m, mask_m))
+            terms.append((slots[-1], losses_m, weights_m))
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
-    if weighting is not None:
-        dpace_slots, reached_slots = weigh_by_groups(
-            weighting, slot_m, nats_m, correct_m, batch * length, num_depths, labels_g[0], kept_shares
-        )
-        losses = []
-        for slot, losses_m, weights_m, mask_m in terms:
-            weights_m = weights_m if dpace_slots is None else dpace_slots[slot] * mask_m
-            weights_m = weights_m if reached_slots is None else weights_m * reached_slots[slot]
-            losses.append((losses_m * weights_m).sum())
+    if until_first_error:
+        reached_slots = weigh_until_first_error(slot_m, correct_m, batch * length, num_depths)
+        losses = [(losses_m * weights_m * reached_slots[slot]).sum() for slot, losses_m, weights_m in terms]
     zeros_g, counts_g = torch.zeros_like(shares_g), torch.zeros_like(shares_g, dtype=depth_m.dtype)
     correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
     return DrafterOutput(
@@ -410,75 +402,16 @@ def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: 
     return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
 
 
-def weigh_by_groups(
-    weighting: GroupWeighting,
-    slot_m: Tensor,
-    nats_m: Tensor,
-    correct_m: Tensor,
-    num_groups: int,
-    num_depths: int,
-    counted_groups: Tensor,
-    kept_shares: Sequence[float] | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weights that depend on a group's earlier rows, by slot [P * G]; None for a rule that is switched off.
+def weigh_until_first_error(slot_m: Tensor, correct_m: Tensor, num_groups: int, num_depths: int) -> Tensor:
+    """Return weights by slot [P * G]: 1 up to the first wrong row of a group, 0 after it.
 
-    `until_first_error` leaves out the losses after the first wrong row of a group (accept-until-fail training,
-    2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
+    Accept-until-fail training (2607.01893): a draft is accepted up to its first row whose most likely token is not the
+    label.
 
     Args:
         slot_m: Each labelled row's slot: the number of its group times G, plus its depth.
-        nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
-        counted_groups: [] groups with a label in the whole batch.
-        kept_shares: As in `group_lengths`.
-
-    Returns:
-        D-PACE's weights, in place of those by depth; and 1 up to the first error of a group, 0 after it.
     """
-    dpace_slots = reached_slots = None
-    if weighting.dpace_alpha is not None:
-        lengths_pg = group_lengths(weighting.dpace_alpha, nats_m, slot_m, num_groups, num_depths, kept_shares)
-        dpace_slots = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
-    if weighting.until_first_error:
-        correct_slots = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
-        correct_pg = correct_slots.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
-        before_pg = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1)
-        reached_slots = before_pg.cumprod(1).flatten()
-    return dpace_slots, reached_slots
-
-
-def group_lengths(
-    alpha: float,
-    cross_entropy_n: Tensor,
-    slot_n: Tensor,
-    num_groups: int,
-    num_depths: int,
-    kept_shares: Sequence[float] | None = None,
-) -> Tensor:
-    """Return D-PACE's w [P, G] of the rows of whole groups, 0 without a row.
-
-    D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810) weighs every row by what it is worth to the drafted
-    length of its group. With q_i the drafter's probability of the label at depth i, sum_m prod_{i<=m} q_i is the length
-    that is expected to be accepted, and its gradient is that of sum_j w_j log q_j with
-
-        w_j = sum_{m>=j} prod_{i<=m} q_i    (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j has no gradient)
-
-    so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). The weights are not divided by their sum, which would
-    take the expected length out of it again; over groups we take a mean, as the paper's author proposes
-    (sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we
-    decide: w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's
-    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; where
-    rows are dropped at random, the products of those that are kept are divided by their share, as labels are.
-
-    Args:
-        alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
-        cross_entropy_n, slot_n: As `nats_m` and `slot_m` of `weigh_by_groups`. A group's depths have no gaps.
-        kept_shares: `Drafter.kept_shares`; a row is kept only where the rows before it are.
-    """
-    size = num_groups * num_depths
-    confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
-    factors_pg = confidence_n.new_ones(size).index_copy(0, slot_n, confidence_n).view(num_groups, num_depths)
-    has_row_pg = confidence_n.new_zeros(size).index_fill(0, slot_n, 1.0).view(num_groups, num_depths)
-    reached_pg = factors_pg.cumprod(1) * has_row_pg
-    if kept_shares is not None:  # in groups whose first row is kept
-        reached_pg = reached_pg * as_tensor_like([kept_shares[0] / share for share in kept_shares], reached_pg)
-    return reached_pg.flip(1).cumsum(1).flip(1) * has_row_pg
+    correct_slots = torch.zeros(num_groups * num_depths, dtype=torch.float32, device=slot_m.device)
+    correct_pg = correct_slots.index_copy(0, slot_m, correct_m.float()).view(num_groups, num_depths)
+    before_pg = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1)
+    return before_pg.cumprod(1).flatten()

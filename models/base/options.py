@@ -4,10 +4,11 @@ pydantic checks them like the rest of the recipe. A kind's own are the `Options`
 target is compared with the target's config, which is pydantic's validation context here.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -23,15 +24,8 @@ from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
-from draftsmith.recipes.removed import drop_unset
+from draftsmith.recipes.removed import drop_unset, removal_of
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
-
-
-class GroupWeighting(NamedTuple):
-    """The rules that weight a row by its group's earlier rows: D-PACE's alpha, and no loss after the first error."""
-
-    dpace_alpha: float | None = None
-    until_first_error: bool = False
 
 
 def one_message(message: str) -> WrapValidator:
@@ -70,9 +64,19 @@ DraftDepth = Annotated[
     int,
     Field(ge=1, le=MOST_DEPTHS, description="most draft tokens along one path; each needs one forward of the drafter"),
 ]
+
+
+def _without_removed_losses(loss: Any) -> Any:
+    for name in loss if isinstance(loss, dict) else [loss]:
+        if removal := removal_of("drafter.options.loss", str(name)):
+            raise ValueError(removal)
+    return loss
+
+
 Loss = Annotated[
     LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
     one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
+    BeforeValidator(_without_removed_losses),
     Field(
         description="loss between drafter and target, see `models/loss.py`; `ce` needs no logits of the target; "
         "`{ce: 0.1, tv: 1.8}` for a weighted sum"
@@ -149,11 +153,6 @@ class DrafterOptions(Section):
 
     loss: Loss = "kl"
     draft_vocab_size: DraftVocabSize = None
-    teacher_mass: bool = Field(
-        True,
-        description="with `draft_vocab_size`, weight each row's loss by the probability that the target gives "
-        "the draft vocabulary; needs a product with the target's whole LM head, a tenth of a step on a CPU",
-    )
 
     @classmethod
     def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
@@ -185,34 +184,16 @@ class DrafterOptions(Section):
         """Return the share of each depth's rows that training keeps, if it drops some at random."""
         return None
 
-    @property
-    def group_weighting(self) -> GroupWeighting | None:
-        """Return the rules that weight a row by its group's earlier rows; None if only its depth counts."""
-        return None
-
 
 class DepthOptions(DrafterOptions):
     """Options of kinds that train several depths, whose number they define."""
 
     depth_weights: DepthWeights = 0.8
-    dpace_alpha: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="alpha of D-PACE's loss weights, which replace `depth_weights`: a depth is weighted by the "
-        "drafter's probability of the labels before it, smoothed with alpha (0.5 in the paper); see "
-        "`models/base/drafter.py`",
-    )
     # Set by `serve --learn`: drafts after a first error are never accepted.
     while_serving: ClassVar[dict[str, Any]] = {"until_first_error": True}
     until_first_error: bool = Field(
         False, description="no loss at the depths after the first wrong prediction of a group (2607.01893)"
     )
-
-    @property
-    def group_weighting(self) -> GroupWeighting | None:
-        weighting = GroupWeighting(self.dpace_alpha, self.until_first_error)
-        return None if weighting == GroupWeighting() else weighting
 
     @property
     def depth_shares(self) -> list[float]:

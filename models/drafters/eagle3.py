@@ -25,9 +25,8 @@ runs through all of them, and that attention drifts from the prompt to the draft
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
 loss is a separate mean, the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
 and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
-the rows where the teacher's most likely token is not in it; we keep them, weighted with the teacher's probability of
-the tokens that are (`base/draft_vocab.py`; with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by
-default 5. Neither is measured here.
+the rows where the teacher's most likely token is not in it; we keep them (with `loss: ce` rows go whose *label* is
+not). It trains 7 steps, we by default 5. Neither is measured here.
 
 Shapes: B batch, S sequence, G depths, P tokens, N active rows, D hidden, E = 2D input width of the first layer, F = 3D
 features.

@@ -55,7 +55,7 @@ EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a lat
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
 # Options that do not affect the weights, and `layers`, whose kinds may be the same layers: config and names tell.
-UNCOMPARED = ("loss", "teacher_mass", "shared_mask", "first_token", "layers")
+UNCOMPARED = ("loss", "shared_mask", "first_token", "layers")
 
 
 @dataclass

@@ -54,12 +54,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "eagle": [
         {
-            "loss": "lk_lambda",
+            "loss": {"kl": 0.5, "tv": 1.0},
             "attention": "dense",
             "fc_bias": True,
             "draft_vocab_size": 40,
             "first_token": False,
-            "teacher_mass": False,
             "sliding_window": 7,
         }
     ],
@@ -89,8 +88,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "medusa": [
-        {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda", "draft_vocab_size": 40},
-        {"loss": {"lk_alpha": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
+        {"num_layers": 2, "lm_heads": "shared", "loss": "tv", "draft_vocab_size": 40},
+        {"loss": {"tv": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
     ],
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
     "parallel": [
@@ -117,14 +116,7 @@ CASES = [
 ]
 # Row weights that depend on their group.
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
-    ("dflash", {"dpace_alpha": 0.3}),
-    ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
-    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3}),
-    ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
-    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
-    ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
-    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
-    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
+    ("eagle_parallel", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
     ("parallel", {"until_first_error": True, "loss": "kl"}),
     ("dflash", {"until_first_error": True}),
     ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),

@@ -40,9 +40,9 @@ WARM_UP_DONE = 10_000
 TOKENS = (3, 9)
 # In addition to the cases of all tests: dropped rows with row weights, and noise with a Markov head.
 MORE: list[tuple[str, dict[str, Any]]] = [
-    ("parallel", {"keep_ratio": 0.7, "keep_ratio_min": 0.3, "dpace_alpha": 0.5, "until_first_error": True}),
-    ("eagle3", {"until_first_error": True, "loss": "lk_alpha"}),
-    ("dspark", {"markov_rank": 5, "dpace_alpha": 0.4, "draft_vocab_size": 40}),
+    ("parallel", {"keep_ratio": 0.7, "keep_ratio_min": 0.3, "until_first_error": True}),
+    ("eagle3", {"until_first_error": True, "loss": "tv"}),
+    ("dspark", {"markov_rank": 5, "until_first_error": True, "draft_vocab_size": 40}),
     ("medusa2", {"lora_rank": 2, "loss": "kl"}),
 ]
 ALL_CANDIDATES = {**TINY["lilicorr"], "lattice_top_k": VOCABULARY}

@@ -18,10 +18,10 @@ def tiny_dspark(**options: Any) -> DFlashDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("dpace_alpha", [None, 0.5])
-def test_labels_outside_the_draft_vocabulary_have_no_loss(dpace_alpha: float | None) -> None:
+@pytest.mark.parametrize("until_first_error", [False, True])
+def test_labels_outside_the_draft_vocabulary_have_no_loss(until_first_error: bool) -> None:
     """Without a teacher, neither head reads their rows: tokens 40 to 59 are labels, tokens 0 to 39 are drafted."""
-    drafter = tiny_dspark(loss="ce", draft_vocab_size=40, dpace_alpha=dpace_alpha)
+    drafter = tiny_dspark(loss="ce", draft_vocab_size=40, until_first_error=until_first_error)
     ids = torch.arange(40, 60).view(1, 20)
     features, teacher = drafter.training_features(TARGET, ids)
     assert drafter(ids, features, torch.ones_like(ids), teacher_features=teacher).loss == 0.0

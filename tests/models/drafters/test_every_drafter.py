@@ -4,7 +4,6 @@ Greedy identity (1), train = decode (3), no leak (4), save and load (8).
 """
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -327,12 +326,12 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     normed = drafter.norm(group_hidden(drafter, ids, features)) if needs_normed else None
     gates = None if selector is None else selector.hidden_projection(normed)
     says = drafter.confidence_head if drafter.needs_acceptance else None
-    alpha, until_first_error = config.options.group_weighting or (None, False)
+    until_first_error = getattr(config, "until_first_error", False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression and the selector's loss
-    total, groups = logits.new_zeros(()), 0
+    total = logits.new_zeros(())
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
-        rows, q, right, kept_on = list[Tensor](), list[float](), list[bool](), 1.0
+        right, kept_on = list[bool](), 1.0
         if has_lattice:
             assert normed is not None
             c = drafter.context_of(features[b, t - 1])
@@ -344,20 +343,17 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
             row, read = logits[b, j, t, kept][None], config.loss != "ce" or label in kept
             place = torch.tensor([kept.index(label) if label in kept else 0])
             p_all = shape(target.lm_head(teacher[b, t + j])) if drafter.needs_teacher else logits[b, j, t]
-            counts = {"ce": float(label in kept)}  # the others: the target's probability of the draft vocabulary
-            inside = p_all.softmax(-1)[kept].sum() if config.teacher_mass else 1.0
+            counts = {"ce": float(label in kept)}
             distance = getattr(config, "class_weight", 1.0) * sum(
-                weight * counts.get(name, inside) * LOSSES[name](row, place, p_all[kept][None])[0]
+                weight * counts.get(name, 1.0) * LOSSES[name](row, place, p_all[kept][None])[0]
                 for name, weight in loss_weights(config.loss).items()
             )
-            q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
             if until_first_error:
                 kept_on = float(all(right))
             right.append(int(drafted[b, j, t]) == label)
             means[j] += [kept_on * distance] if read else []
             if hidden is not None:
                 further[j].append(kept_on * smooth_l1(hidden[b, j, t], teacher[b, t + j]))
-                distance = distance + smooth_l1(hidden[b, j, t], teacher[b, t + j])
             if selector is not None:
                 candidates = [kept[column] for column in row[0].topk(config.selector_top_k).indices.tolist()]
                 if label not in candidates:
@@ -366,25 +362,14 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 scores = logits[b, j, t, candidates] + selector.successor_codebook[candidates] @ context
                 nats = -scores.log_softmax(-1)[candidates.index(label)] if label in kept else 0.0 * scores[0]
                 further[j].append(kept_on * config.selector_weight * nats.nan_to_num())
-                distance = distance + config.selector_weight * nats.nan_to_num()
             if says is not None and read:
                 acceptance = torch.minimum(p_all[kept].softmax(-1), row[0].softmax(-1)).sum().detach()
                 before = drafter.markov_head.markov_w1.weight[ids[b, t + j]]
                 said = says.proj.weight[0] @ torch.cat([normed[b, j, t], before]) + says.proj.bias[0]
                 nats = binary_cross_entropy_with_logits(said, acceptance)
                 further[j].append(kept_on * config.confidence_weight * nats)
-                distance = distance + config.confidence_weight * nats
             if has_lattice:
                 further[j].append(kept_on * chosen[j])
-                distance = distance + chosen[j]
-            rows.append(distance * (read or alpha is not None))
-        if alpha is not None:  # D-PACE, eq. 7 to 9
-            products = [math.prod((1 - alpha) * each + alpha for each in q[: m + 1]) for m in range(len(q))]
-            total = total + sum((sum(products[j:]) * row for j, row in enumerate(rows)), torch.zeros(()))
-        groups += bool(rows)
-    total = total / groups
-    if alpha is not None:
-        return total
     for share, of_head, of_others in zip(shares, means, further, strict=True):
         for part in (of_head, of_others):
             total = total + (share * torch.stack(part).mean() if part else 0.0)
@@ -393,7 +378,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
 
 # Losses of a confidence head.
 CONFIDENCE = [
-    ("dspark", {"markov_rank": 5, "dpace_alpha": 0.4, "draft_vocab_size": 40}),
+    ("dspark", {"markov_rank": 5, "until_first_error": True, "draft_vocab_size": 40}),
     ("dspark", {"markov_rank": 5, "confidence_weight": 0.5, "loss": "ce"}),
 ]
 

@@ -20,10 +20,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, "causal": True, "anchor_ratio": 0.6, "draft_vocab_size": 40}],
     "dspark": [{"markov_rank": 5, "draft_vocab_size": 40}],
     "eagle": [{"first_token": False, "draft_vocab_size": 40}],
-    "eagle3": [{"draft_vocab_size": 40}, {"first_token": False}, {"fc_norm": True, "dpace_alpha": 0.5}],
+    "eagle3": [{"draft_vocab_size": 40}, {"first_token": False}, {"fc_norm": True, "until_first_error": True}],
     "eagle_parallel": [{"keep_ratio": 0.6, "mask_residual": True, "draft_vocab_size": 40}],
     "hydra": [{"prefix_attention": True, "loss": "kl"}],
-    "medusa": [{"dpace_alpha": 0.5}],
+    "medusa": [{"until_first_error": True}],
     "parallel": [{"markov_rank": 5}],
     "peagle": [{"draft_vocab_size": 40, "keep_ratio": 0.7, "keep_ratio_min": 0.2}],
 }

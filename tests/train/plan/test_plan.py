@@ -95,7 +95,7 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
         ("eagle3", {}, {}),  # with a teacher
         ("medusa2", {"warmup_steps": 0}, {}),  # the most expensive step comes first
         ("parallel", {"markov_rank": 64}, {}),
-        ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
+        ("parallel", {"loss": "tv", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
         ("parallel", {"num_layers": 2}, {"bf16": True}),
     ],
 )
