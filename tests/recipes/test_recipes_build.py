@@ -20,7 +20,7 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
 SMOLLM2 = "smollm2-135m"
 # Layers and vocabulary of the real target if a recipe depends on them; these are enough for the others.
-SMOLLM2_SIZES, FEW = (30, 49_152), (8, 40)
+SIZES, FEW = {SMOLLM2: (30, 49_152), "qwen2.5-coder": (28, 151_936)}, (8, 40)
 
 
 def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTrainedModel:
@@ -38,7 +38,7 @@ def test_recipe_builds(name: str, tmp_path: Path) -> None:
     assert recipe.name == name
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
-    layers, vocabulary = SMOLLM2_SIZES if name.startswith(SMOLLM2) else FEW
+    layers, vocabulary = next((sizes for start, sizes in SIZES.items() if name.startswith(start)), FEW)
     vocabulary = max(vocabulary, recipe.drafter.options.get("draft_vocab_size") or 0)
     target = small_target("qwen3" if name.startswith("qwen3") else "llama", layers, vocabulary)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)

@@ -9,7 +9,7 @@ from support.tiny_runs import untrained_run
 from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.commands.demo import QUESTIONS, Demo, DemoAnswer, demonstrate, show
 from draftsmith.models.base.registry import SHIPPED_DRAFTER, read_drafter, read_training
-from draftsmith.models.target.smollm2_wheel import HUB_ID
+from draftsmith.models.target.packaged import SMOLLM2
 from draftsmith.recipes.run_folder import RunFolder
 
 
@@ -70,5 +70,5 @@ def test_shipped_drafter() -> None:
     assert (SHIPPED_DRAFTER / "model.safetensors").stat().st_size < 16 * 2**20
     assert read_training(SHIPPED_DRAFTER).steps > 0
     card = (SHIPPED_DRAFTER / "README.md").read_text(encoding="utf-8")
-    assert f"base_model: {HUB_ID}" in card
+    assert f"base_model: {SMOLLM2.hub_id}" in card
     assert "license: apache-2.0" in card
