@@ -15,6 +15,7 @@ class Removed(NamedTuple):
 
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
+    "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
     "drafter.options.dpace_alpha": Removed("use `until_first_error: true`"),
     "drafter.options.teacher_mass": Removed("leave it out", unset=(True, False)),

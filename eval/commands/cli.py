@@ -273,9 +273,6 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     waiting: Annotated[int, typer.Option(min=1, help="Length of the queue; further requests get HTTP 429.")] = 64,
-    at_once: Annotated[
-        int, typer.Option(min=1, max=32, help="Most answers generated concurrently, each with its own KV cache.")
-    ] = 4,
     api_key_env: Annotated[
         str | None, typer.Option(help="Name of the environment variable with the API key that clients must send.")
     ] = None,
@@ -335,10 +332,9 @@ def serve(
             waiting,
             lambda finished: learned.add(finished.prompt_ids, finished.record),
             learned.newer,
-            at_once,
         )
     else:
-        worker = Worker(loaded, waiting, concurrency=at_once)
+        worker = Worker(loaded, waiting)
     page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])

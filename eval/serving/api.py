@@ -1,8 +1,8 @@
 """OpenAI's API over the answers of a `Worker`, as a FastAPI application.
 
 Extension of OpenAI's API: every streamed piece, and a whole answer, has a field `draftsmith` with the number of
-accepted draft tokens and their text. Unsupported fields are rejected with HTTP 400, never ignored; when the queue is
-full, requests get HTTP 429.
+accepted draft tokens and their text; the empty pieces of a stream that waits have its place in the queue there, as
+`waiting`. Unsupported fields are rejected with HTTP 400, never ignored; when the queue is full, requests get HTTP 429.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.protection import Guard, error, page_response
 from draftsmith.eval.serving.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
-from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Worker
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Waiting, Worker
 from draftsmith.models.sampling import Sampling
 
 PAGE = Path(__file__).with_name("page.html")
@@ -162,6 +162,9 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
                 if isinstance(end, BaseException):
                     yield f"data: {json.dumps({'error': {'message': 'the answer failed', 'type': 'server_error'}})}\n\n"
                     return
+                if isinstance(end, Waiting):
+                    yield event({"delta": {}} if chat else {"text": ""}, draftsmith={"waiting": end.place})
+                    continue
                 own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
                 if end.text or end.tokens:
                     yield event(text_content(end.text), draftsmith=own)

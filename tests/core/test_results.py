@@ -27,10 +27,10 @@ def test_result_records_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_script_path_is_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["benchmarks/serving.py", "eval.runs=3"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/against_others.py", "eval.runs=3"])
     write_result(tmp_path / "a.json", {"tau": 2.5})
     command = json.loads((tmp_path / "a.json").read_text())["command"]
-    assert command == "python benchmarks/serving.py eval.runs=3"
+    assert command == "python benchmarks/against_others.py eval.runs=3"
 
 
 def test_result_records_another_process(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_serve_learns_only_with_its_option(again: Recipe, monkeypatch: Any) -> N
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options))
     workers: list[Any] = []
 
-    def noted(*given: Any, concurrency: int = 1) -> Any:
+    def noted(*given: Any) -> Any:
         workers.append(given[:4])
         return SimpleNamespace()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.benchmark_scripts import benchmark
 from support.counting_engine import CountingEngine
 from support.tiny_models import VOCABULARY
 from support.tiny_runs import save_tokenizer
@@ -80,16 +79,3 @@ def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
     rows = with_speedups([row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(DRAFTING, 1, 15), row(DRAFTING, 4, 30)])
     assert [each.speedup for each in rows] == [None, None, 1.5, 0.75]
     assert with_speedups([row(DRAFTING, 1, 15)])[0].speedup is None
-
-
-def test_the_rows_of_the_serving_benchmark_by_hand() -> None:
-    """Two runs of three answers: 6, 4 and 4 tokens in 3, 2 and 2 rounds after the prefill's."""
-    script = benchmark("serving")
-    figures = [(7, 3, 0.1, 0.4), (5, 2, 0.2, 0.8), (5, 2, 0.6, 0.9)]
-    turn = [script.Answer("text", *each) for each in figures]
-    row = script.row_of(("with drafter", 2), [turn, turn], [20.0, 40.0], [10.0, 10.0])
-    speeds = [row[name] for name in ("tokens_per_s", "speedup", "speedup_lowest", "speedup_highest", "tau")]
-    assert speeds == [30.0, 3.0, 2.0, 4.0, 2.0]
-    # Of six times the percentile 95 is between the last two.
-    assert row["first_token_s"] == pytest.approx({"median": 0.2, "p95": 0.6})
-    assert row["last_token_s"] == pytest.approx({"median": 0.8, "p95": 0.9})

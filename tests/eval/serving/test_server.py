@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -29,7 +28,6 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError, read_api_key
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
 from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard
@@ -40,15 +38,14 @@ from draftsmith.eval.serving.worker import (
     Job,
     Piece,
     RequestCancelled,
-    Running,
+    Waiting,
     Worker,
     count_held_characters,
 )
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodConfig, Recipe
+from draftsmith.recipes.schema import Recipe
 
 KEY = "secret-key"
 QUESTIONS = [f"What does {name} do?" for name in ("os.path.join", "json.dumps", "re.match", "time.sleep", "sorted")]
@@ -70,9 +67,9 @@ def greedy(recipe: Recipe) -> dict[str, list[int]]:
 
 
 class RunningServer:
-    def __init__(self, recipe: Recipe, waiting: int = 64, at_once: int = 1) -> None:
+    def __init__(self, recipe: Recipe, waiting: int = 64) -> None:
         self.finished: list[CompletedAnswer] = []
-        self.worker = Worker(recipe, waiting, self.finished.append, concurrency=at_once)
+        self.worker = Worker(recipe, waiting, self.finished.append)
         self.worker.warm_up()
         self._working = threading.Thread(target=self.worker.work, daemon=True)
         self._working.start()
@@ -108,7 +105,7 @@ class RunningServer:
 
 @pytest.fixture(scope="module")
 def running(recipe: Recipe) -> Iterator[RunningServer]:
-    started = RunningServer(recipe, at_once=4)
+    started = RunningServer(recipe)
     yield started
     started.stop()
 
@@ -135,29 +132,6 @@ def test_fifty_concurrent_answers_equal_the_targets(running: RunningServer, gree
     assert told == sorted(greedy[question] for question in QUESTIONS * 10)
 
 
-def test_last_running_request_gets_drafts(running: RunningServer, greedy: dict[str, list[int]]) -> None:
-    """A token per round while another answer runs; then drafts by a drafter that has read the answer so far."""
-
-    def submit(question: str, tokens: int) -> queue.SimpleQueue[Any]:
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        ids = prompt_token_ids(running.worker.tokenizer, [Turn("user", question)])
-        running.worker.submit(Job(ids, tokens, Sampling(), 0, (), results.put))
-        return results
-
-    def answer(results: queue.SimpleQueue[Any]) -> CompletedAnswer:
-        while not isinstance(result := results.get(timeout=20), CompletedAnswer):
-            pass
-        return result
-
-    results = submit(QUESTIONS[0], NEW_TOKENS)
-    results.get(timeout=20)  # it has begun
-    second, first = answer(submit(QUESTIONS[1], 6)), answer(results)
-    assert (first.record.ids, second.record.ids) == (greedy[QUESTIONS[0]], greedy[QUESTIONS[1]][:6])
-    depths = first.record.draft_depths
-    assert 0 in depths[:-1]  # with the other request
-    assert depths[0] > 0 or depths[-2] > 0  # and alone
-
-
 def test_streamed_answer_equals_the_whole(running: RunningServer, greedy: dict[str, list[int]]) -> None:
     """The pieces have the same text and token count; accepted draft tokens start each piece."""
     for question in QUESTIONS:
@@ -174,13 +148,13 @@ def test_streamed_answer_equals_the_whole(running: RunningServer, greedy: dict[s
 def test_whole_answer_is_decoded_once(
     small: RunningServer, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt's token, its text again as the context of all others, and these: no round decodes."""
+    """No round decodes an answer that is not streamed."""
     tokenizer, decoded = small.worker.tokenizer, list[int]()
     decode, ids = tokenizer.decode, greedy[QUESTIONS[0]]
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how))
     answer = small.ask(QUESTIONS[0])
     assert answer.choices[0].message.content == decode(ids, skip_special_tokens=True)
-    assert decoded == [1, 1, len(ids)]
+    assert decoded == [len(ids)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -466,20 +440,26 @@ def test_connections_are_bounded_and_slow_ones_block_no_others(small: RunningSer
 
 
 def test_full_queue_and_disconnected_client(small: RunningServer, greedy: dict[str, list[int]]) -> None:
+    """Streams that wait are told their place, and again when it changes."""
     held, jobs = threading.Event(), small.worker.jobs
     jobs.put(Job([5, 6, 7], 4, Sampling(), 0, (), lambda _: held.wait(20)))
     while jobs.qsize():
         time.sleep(0.01)
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(small.ask, question) for question in QUESTIONS[:2]]
-        while jobs.qsize() < 2:
-            time.sleep(0.01)
+        waiting = []
+        for number, question in enumerate(QUESTIONS[:2], start=1):
+            waiting.append(pool.submit(lambda asked: list(small.ask(asked, stream=True)), question))
+            while jobs.qsize() < number:
+                time.sleep(0.01)
         with pytest.raises(openai.RateLimitError, match="the queue is full"):
             small.ask(QUESTIONS[2])
         held.set()
-        for question, answer in zip(QUESTIONS, waiting, strict=False):
-            text = small.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
-            assert answer.result().choices[0].message.content == text
+        for question, answer, places in zip(QUESTIONS, waiting, ([1], [2, 1]), strict=False):
+            pieces = answer.result()
+            text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+            assert text == small.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
+            own = [piece.draftsmith for piece in pieces if hasattr(piece, "draftsmith")]
+            assert [each["waiting"] for each in own if "waiting" in each] == places
     stream = small.ask("Tell me about the module os.", stream=True, max_tokens=900, temperature=2.0, seed=3)
     next(iter(stream))
     stream.close()
@@ -502,7 +482,7 @@ def test_worker_ends_immediately_despite_a_full_queue(recipe: Recipe) -> None:
         worker.submit(Job([5, 6, 7], 900, Sampling(), 0, (), told.put))
     worker.stop()
     working.join(20)
-    ends = [piece for piece in told.queue if not isinstance(piece, Piece)]
+    ends = [piece for piece in told.queue if not isinstance(piece, Piece | Waiting)]
     assert [type(end) for end in ends] == [RequestCancelled] * 3
     assert worker.jobs.empty()
     with pytest.raises(RequestCancelled):
@@ -516,69 +496,13 @@ def test_lenience_is_refused(recipe: Recipe) -> None:
         Worker(lenient, 2)
 
 
-def answer_alone(worker: Worker, question: str, tokens: int = NEW_TOKENS) -> Running:
-    """Answer without another request, in this thread."""
-    ids = prompt_token_ids(worker.tokenizer, [Turn("user", question)])
-    running = worker._start_answer(Job(ids, tokens, Sampling(), 0, (), lambda _: None))
-    while not running.generation.finished:
-        worker._round([running])
-    worker._running.clear()
-    return running
-
-
-@pytest.fixture(scope="module")
-def adaptive(recipe: Recipe) -> Recipe:
-    adaptive = recipe.model_copy(deep=True)
-    adaptive.eval.methods[0] = MethodConfig(name="tree", tree="adaptive", nodes=6, branch=3)
-    return adaptive
-
-
-def test_adaptive_trees_learn_from_answer_to_answer(adaptive: Recipe, greedy: dict[str, list[int]]) -> None:
-    worker = Worker(adaptive, 2)
-    counted = 0
-    for question in QUESTIONS[:3]:
-        running = answer_alone(worker, question)
-        assert running.generation.record.ids == greedy[question]
-        method = running.generation.method
-        assert isinstance(method, TreeDrafter)
-        assert method.adaptive is not None
-        counted += running.generation.record.rounds - 1  # nothing observes the last round
-        assert method.adaptive._rounds == counted
-
-
-def test_newer_drafter_whose_costs_cannot_be_measured_is_not_taken(
-    adaptive: Recipe, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The waiting request is answered with the current one."""
-    worker = Worker(adaptive, 2, get_newer=lambda: RunFolder(adaptive).drafter)
-    current = worker.drafter
-    monkeypatch.setattr(worker._costs, "set_costs", Mock(side_effect=RuntimeError("no memory")))
-    ids = prompt_token_ids(worker.tokenizer, [Turn("user", QUESTIONS[0])])
-    worker.submit(Job(ids, NEW_TOKENS, Sampling(), 0, (), lambda _: None))
-    worker._admit()
-    (running,) = worker._running
-    while not running.generation.finished:
-        worker._round([running])
-    assert running.generation.record.ids == greedy[QUESTIONS[0]]
+def test_newer_drafter_that_cannot_be_loaded_is_not_taken(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
+    """The request is answered with the current one."""
+    worker, told = Worker(recipe, 2, get_newer=lambda: Path("no such folder")), list[Any]()
+    current, ids = worker.drafter, prompt_token_ids(worker.tokenizer, [Turn("user", QUESTIONS[0])])
+    worker._answer(Job(ids, NEW_TOKENS, Sampling(), 0, (), told.append))
+    assert told[-1].record.ids == greedy[QUESTIONS[0]]
     assert (worker.drafter, worker.drafters._value.get()) == (current, 0)
-
-
-def test_drafters_with_other_layers_come_and_go_during_an_answer(
-    recipe: Recipe, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = Worker(recipe, 2)
-    own, rounds = worker.drafter, [0]
-    round_of = worker._round
-
-    def changing(answers: Any) -> None:
-        rounds[0] += 1
-        worker.drafter = SimpleNamespace(feature_layers=(0, -1)) if rounds[0] == 2 else own  # type: ignore[assignment]
-        worker._session.read_layers(worker.drafter.feature_layers)
-        round_of(answers)
-
-    monkeypatch.setattr(worker, "_round", changing)
-    assert answer_alone(worker, QUESTIONS[0]).generation.record.ids == greedy[QUESTIONS[0]]
-    assert rounds[0] > 3
 
 
 @pytest.mark.slow
