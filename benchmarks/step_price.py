@@ -4,8 +4,9 @@
     python benchmarks/step_price.py --shape 8b --rows 1 16 48 64 --json FILE      # random weights, on the GPU if any
 
 In one process, taking turns: torch's own operations (`torch`) and the step that an evaluation has, which is one call of
-`models/cpu_layers.h` on a CPU and a compiled forward elsewhere (`evaluation`). After each turn the weights are read
-once, which is the least that a step can cost. Medians over turns, and the fastest turn. Then prompts, in turns too.
+`models/kernels/cpu_layers.h` on a CPU and a compiled forward elsewhere (`evaluation`). After each turn the weights are
+read once, which is the least that a step can cost. Medians over turns, and the fastest turn. Then prompts, in turns
+too.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.trees.verify import DraftTree
-from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 

@@ -128,6 +128,14 @@ def share_as_usual(folder: Path) -> None:
             file.chmod(stat.S_IMODE(config.stat().st_mode))
 
 
+def is_own(file: Path) -> bool:
+    """Return True if only this user, or root, can write a file; on Windows always."""
+    if os.name != "posix":
+        return True
+    status = file.stat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def file_sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:

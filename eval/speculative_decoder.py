@@ -23,7 +23,7 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig

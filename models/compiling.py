@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from draftsmith.errors import UserError
 from draftsmith.files import cache_root
-from draftsmith.models.cpu_kernels import cpp_compiler
+from draftsmith.models.kernels.cpu_library import cpp_compiler
 from draftsmith.progress import progress_bar
 
 BACKEND = "inductor"

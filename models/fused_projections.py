@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_layers import is_of_family
+from draftsmith.models.kernels.cpu_layers import is_of_family
 
 # By the class's ending: layers that such a module calls with one input, in this order.
 FUSED = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}

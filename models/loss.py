@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 CHUNK_ELEMENTS = 1 << 22

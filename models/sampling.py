@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.models.cpu_kernels import largest
+from draftsmith.models.kernels.cpu_kernels import largest
 
 LARGEST_LOGIT = 1e4  # those of models are below 100
 

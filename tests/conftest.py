@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     gc.disable()
     from draftsmith.models.compiling import SWITCH
-    from draftsmith.models.cpu_kernels import has_kernels
+    from draftsmith.models.kernels.cpu_library import has_kernels
 
     # Compiling takes longer than the tested code, so tests that need it enable it. Subprocesses inherit this.
     os.environ.setdefault(SWITCH, "0")

@@ -129,10 +129,10 @@ MUTANTS = (
     ),
     Mutant(
         "half of a kernel's parameter is renamed",
-        "models/cuda_attention.py",
+        "models/kernels/cuda_attention.py",
         "BLOCK_SPLITS=block_splits, **shared)",
         "SPLIT_BLOCKS=block_splits, **shared)",
-        "tests/models/test_cuda_attention.py -k own_operations",
+        "tests/models/kernels/test_cuda_attention.py -k own_operations",
     ),
     Mutant(
         "a draft tree sees a token more than the window",
@@ -242,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "documents of a sequence attended to together",
-        "models/cpu_kernels.py",
+        "models/kernels/cpu_kernels.py",
         "parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)",
         "parts = zip(*(part.split([sum(lengths)], dim=2) for part in (query, key, value)), strict=True)",
         "tests/models/target/test_features.py",

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from gpu.step import Step, run_step
 
 ROOT = Path(__file__).parents[2]
-FILES = ("tests/models/groups/test_attention.py", "tests/models/test_cuda_attention.py")
+FILES = ("tests/models/groups/test_attention.py", "tests/models/kernels/test_cuda_attention.py")
 SUMMARY_S = 12  # for pytest's summary of its failures
 INTERRUPTED, NONE_SELECTED = 2, 5  # exit codes of pytest
 

@@ -22,9 +22,9 @@ from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.files import cache_root
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
+from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.cuda_attention import use_split_sdpa
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packaged import SMOLLM2

@@ -18,9 +18,9 @@ from parts.timing import Work, in_turns, peak_growth_bytes
 from torch import Tensor
 from transformers import LlamaModel, PreTrainedModel
 
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.loss import head_loss
 from draftsmith.models.target.features import target_features
 from gpu.step import Step, run_step

@@ -23,10 +23,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_kernels import pack_linears
-from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.recurrent import cache_layers, check_states, state_layers
+from draftsmith.models.kernels.cpu_kernels import pack_linears
+from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.models.target.windows import get_windows, has_recurrent_layers, takes_masks

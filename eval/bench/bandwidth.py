@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_kernels import PackedLinear, has_kernels
+from draftsmith.models.kernels.cpu_kernels import PackedLinear
+from draftsmith.models.kernels.cpu_library import has_kernels
 
 READS = 3  # the first also waits for the device's pending work
 BUFFER_BYTES = 2**28  # read repeatedly; larger than GPUs' caches

@@ -20,9 +20,9 @@ from draftsmith.eval.methods.registry import DecodingSetting, load_method_class,
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
-from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
 from draftsmith.models.decoding.recurrent import chains_only
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, load_target_config, target_device

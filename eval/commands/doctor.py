@@ -51,9 +51,9 @@ from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
+from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,

@@ -56,7 +56,7 @@ from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired
 from draftsmith.files import append_whole, read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import drafter_config, load_drafter, load_drafter_class
-from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device

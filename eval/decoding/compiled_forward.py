@@ -21,11 +21,11 @@ from torch import Tensor
 
 from draftsmith.eval.trees.verify import BITS
 from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_rows
-from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import aligned, write_numbers
 from draftsmith.models.fused_projections import fuse_projections
+from draftsmith.models.kernels.cpu_kernels import MOST_ROWS
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from draftsmith.errors import UserError, reason
 from draftsmith.eval.decoding.compiled_forward import CompiledForward, Compiler
 from draftsmith.eval.trees.verify import BITS, DeviceTokens, DraftTree, TreeShape, root_only, split_tokens
 from draftsmith.models.compiling import compiles_by_default
-from draftsmith.models.cpu_kernels import has_kernels
-from draftsmith.models.cpu_layers import FAMILIES
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import KVCache, to_device
 from draftsmith.models.decoding.recurrent import MOST_UNREAD_TOKENS, ChainStates, chains_only, check_states
+from draftsmith.models.kernels.cpu_layers import FAMILIES
+from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.windows import Masks, architecture, get_windows, has_recurrent_layers

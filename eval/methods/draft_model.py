@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting
-from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.kv_cache import KVCache, to_device, zero_mask
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import use_own_attention
 from draftsmith.models.target.windows import architecture, has_recurrent_layers, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained

@@ -31,8 +31,6 @@ from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.path_search import MOST_NODES, LevelSearch, PathSearch
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
-from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import best_first, largest
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -44,6 +42,8 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
 )
 from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.kernels import cpu_kernels
+from draftsmith.models.kernels.cpu_kernels import best_first, largest
 from draftsmith.models.sampling import Sampling, drawn, race
 from draftsmith.recipes.schema import MethodConfig
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.cpu_kernels import largest
+from draftsmith.models.kernels.cpu_kernels import largest
 from draftsmith.recipes.schema import Section
 
 

@@ -32,8 +32,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.kernels.cpu_kernels import largest
 from draftsmith.models.sampling import Sampling, drawn
 
 BITS = 64  # nodes of a tree whose ancestors are the bits of one number

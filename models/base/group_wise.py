@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, SlidingWindow, ascending_layers
-from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import (
     DrafterDecoder,
     MarkovDecoder,
@@ -30,6 +29,7 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_rotary, build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups, previous_features
+from draftsmith.models.kernels.cpu_layers import CpuLayers
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draftsmith.models.cpu_kernels import can_attend
-from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
-from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
 from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
+from draftsmith.models.kernels.cpu_kernels import can_attend
+from draftsmith.models.kernels.cpu_layers import CpuLayers, head_size, num_kv_heads
+from draftsmith.models.kernels.cuda_attention import can_split, has_split_attention, split_attention
 
 
 def cache_shape(config: PreTrainedConfig, capacity: int) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_layers import MOST_CALL_ROWS, CpuTarget
 from draftsmith.models.decoding.kv_cache import KVCache
 from draftsmith.models.decoding.recurrent import ChainStates, cache_layers
+from draftsmith.models.kernels.cpu_layers import MOST_CALL_ROWS, CpuTarget
 from draftsmith.models.target.features import FeatureTap
 from draftsmith.models.target.windows import Masks, has_recurrent_layers
 

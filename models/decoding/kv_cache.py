@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.kernels.cpu_library import has_kernels
 
 ALIGNMENT = 8  # elements
 PAGE = 64  # columns

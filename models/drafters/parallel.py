@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
-from draftsmith.models.cpu_layers import CpuLayers
+from draftsmith.models.kernels.cpu_layers import CpuLayers
 from draftsmith.models.target.features import FINAL_FEATURES
 
 

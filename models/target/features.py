@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_kernels import GROUPED_SDPA, attending_apart
-from draftsmith.models.cpu_layers import CpuTarget
+from draftsmith.models.kernels.cpu_kernels import GROUPED_SDPA, attending_apart
+from draftsmith.models.kernels.cpu_layers import CpuTarget
 from draftsmith.models.target.view import target_value
 from draftsmith.models.target.windows import get_windows, has_recurrent_layers
 from draftsmith.models.target_logits import get_text_decoder

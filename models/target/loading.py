@@ -21,8 +21,8 @@ from transformers import (
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, did_you_mean, reason
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.cuda_attention import use_split_sdpa
+from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.cuda_attention import use_split_sdpa
 from draftsmith.models.target.text_model import (
     auto_class,
     choose_attention,

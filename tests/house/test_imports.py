@@ -14,8 +14,8 @@ from support.places import PACKAGES, ROOT, import_links
 # A folder may import itself and the folders before it.
 ORDER = [
     *["core", "recipes"],
-    *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
-    *["models/formats"],
+    *["models/kernels", "models", "models/target", "models/groups", "models/decoding"],
+    *["models/base", "models/drafters", "models/formats"],
     *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
@@ -24,11 +24,12 @@ ORDER = [
 ]
 # These may import less than the order allows: themselves and the named folders (`*`: with all subfolders).
 ONLY = {
-    "models": ["core", "recipes"],
-    "models/target": ["core", "recipes", "models"],
-    "models/groups": ["core", "recipes", "models"],
-    "models/decoding": ["core", "recipes", "models", "models/target", "models/groups"],
-    "eval/trees": ["core", "recipes", "models", "models/decoding"],
+    "models/kernels": ["core"],
+    "models": ["core", "recipes", "models/kernels"],
+    "models/target": ["core", "recipes", "models/kernels", "models"],
+    "models/groups": ["core", "recipes", "models/kernels", "models"],
+    "models/decoding": ["core", "recipes", "models/kernels", "models", "models/target", "models/groups"],
+    "eval/trees": ["core", "recipes", "models/kernels", "models", "models/decoding"],
     "eval/decoding": ["core", "recipes", "models*", "eval/trees"],
     "eval/methods": ["core", "recipes", "models*", "eval/trees", "eval/decoding"],
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models import loss as through_head
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.loss import (
     LOSSES,
     Factors,

@@ -15,7 +15,7 @@ import torch
 from support.ghost_device import GhostDevice
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.models import cuda_attention
+from draftsmith.models.kernels import cuda_attention
 
 
 class _Kernel:

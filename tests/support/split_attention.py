@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.models.cuda_attention import COLUMNS, split_attention
+from draftsmith.models.kernels.cuda_attention import COLUMNS, split_attention
 
 # Query heads, key-value heads, rows, columns, head size: partial splits and blocks, several blocks of rows.
 CASES = ((9, 3, 1, 5, 64), (9, 3, 13, 200, 64), (8, 8, 5, 129, 96), (32, 1, 5, 260, 128), (6, 2, 1, 128, 32))

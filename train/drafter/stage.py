@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
-from draftsmith.models.cuda_attention import without_cudnn_attention
+from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import (

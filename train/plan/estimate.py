@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.cpu_layers import head_size, num_kv_heads
 from draftsmith.models.groups.layout import Groups
+from draftsmith.models.kernels.cpu_layers import head_size, num_kv_heads
 from draftsmith.models.loss import BLOCK_ELEMENTS, chunk_rows, loss_weights
 from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device

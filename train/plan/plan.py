@@ -22,7 +22,7 @@ from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.base.draft_vocab import supervised_token_counts
-from draftsmith.models.cpu_kernels import packable_bytes
+from draftsmith.models.kernels.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.text_model import running_sentence

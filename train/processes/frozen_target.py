@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
+from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.target.features import decoder_layers, drop_decoder_layers
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.schema import Recipe, TargetRecipe

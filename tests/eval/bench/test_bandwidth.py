@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from draftsmith.eval.bench import bandwidth
 from draftsmith.eval.bench.bandwidth import WeightReading
-from draftsmith.models.cpu_kernels import PackedLinear, pack_linears
+from draftsmith.models.kernels.cpu_kernels import PackedLinear, pack_linears
 
 LAYER = 4 * 8 * 8 + 3 * 8 * 12 + 2 * 8  # projections, the MLP's matrices, norms
 SHAPE: dict[str, Any] = {

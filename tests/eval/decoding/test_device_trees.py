@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
-from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
+from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
 
 PROMPTS = [[5, 9, 33, 12], [8, 3]]
 TREES = [

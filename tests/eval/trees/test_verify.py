@@ -20,7 +20,7 @@ from draftsmith.eval.trees.enumeration import (
     target_and_draft,
 )
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, verify
-from draftsmith.models.cpu_kernels import largest
+from draftsmith.models.kernels.cpu_kernels import largest
 from draftsmith.models.sampling import Sampling, drawn
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]

@@ -10,8 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
+from draftsmith.models.kernels import cpu_kernels
+from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
+from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
 
 LAYERS = 3

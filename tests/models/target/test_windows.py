@@ -16,7 +16,7 @@ from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.text_model import name_base_model
 from draftsmith.models.target.windows import (

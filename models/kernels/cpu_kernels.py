@@ -1,96 +1,32 @@
-"""The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and others, and how models use them.
+"""How models use the operations of `cpu_kernels.cpp`: attention, frozen linear layers and norms, and choices of tokens.
 
-They are built once on a machine. The library is stored in draftsmith's cache, named after its source, torch, the
-compiler and the processor. Where there is no compiler, or it fails, decoding and training use torch's own operations,
-and one sentence says how much slower that is.
+Without the operations (`cpu_library.py`) all of it runs on torch's own.
 """
 
-import hashlib
 import heapq
 import itertools
-import logging
 import math
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.files import cache_root
-from draftsmith.provenance import Machine
+from draftsmith.models.kernels.cpu_library import has_kernels, vector_lanes
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_math.h", "cpu_layers.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
 MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-# Flags that a compiler may not know: for the processor's instructions, and for threads, which are torch's.
-MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-WITHOUT = (
-    "decoding on this CPU uses torch's own products, which read weights at a third to a half of the memory's "
-    "speed: install a C++ compiler (g++ 10 or clang 12, or later)"
-)
-
-logger = logging.getLogger(__name__)
 # Lengths of the documents that one sequence of a forward consists of, in `attending_apart`.
 _lengths: ContextVar[list[int] | None] = ContextVar("lengths", default=None)
-
-
-def cpp_compiler() -> str | None:
-    """Return the path of `$CXX`, or of the first C++ compiler found."""
-    requested = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [requested] if requested else ["c++", "g++", "clang++"])), None)
-
-
-_lanes: int | None = None  # fp32 values in a vector register; 0: there are no kernels, None: not known yet
-
-
-def has_kernels() -> bool:
-    """Return True if the operations are available; the first call builds them, in half a minute.
-
-    If they cannot be built, the reason is logged once.
-    """
-    global _lanes
-    if _lanes is None:
-        _lanes = torch.ops.draftsmith.lanes() if _load() else 0
-    return _lanes > 0
-
-
-def vector_lanes() -> int:
-    """Return the number of fp32 values in a vector register of this processor; 0 without kernels."""
-    return (_lanes or 0) if has_kernels() else 0
-
-
-def _load() -> bool:
-    """Build and load the library. Returns False, after a warning, if it cannot be built."""
-    compiler = cpp_compiler()
-    if compiler is None:
-        logger.warning("there is no C++ compiler: %s", WITHOUT)
-        return False
-    try:
-        torch.ops.load_library(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        reason = next((line for line in output.splitlines() if "error" in line.lower()), output.strip()[:200])
-        logger.warning("%s does not build %s (%s): %s", compiler, SOURCE.name, reason.strip(), WITHOUT)
-        return False
-    _register_shapes()
-    return True
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
@@ -112,69 +48,6 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
         and head_size % vector_lanes() == 0
         and head_size <= MOST_VECTORS * vector_lanes()
     )
-
-
-def _built(compiler: str) -> Path:
-    """Return the library in the cache; build it if it is missing, and move it there in one step."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    machine = Machine.here()
-    sources = [each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)]
-    parts = (*sources, torch.__version__, version, machine.processor, machine.platform)
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    library = cache_root() / "kernels" / f"cpu-{digest}.so"
-    if library.is_file():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(library.with_suffix(".lock")):
-        if not library.is_file():
-            logger.warning("building %s for this processor, once: half a minute", SOURCE.name)
-            with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-                made = Path(scratch, library.name)
-                _build(compiler, made)
-                made.replace(library)
-    return library
-
-
-def _build(compiler: str, library: Path, machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> None:
-    """Compile the library.
-
-    Args:
-        machine_flags: Tried in order until the compiler accepts one.
-
-    Raises:
-        CalledProcessError: With the compiler's errors in `stderr`.
-    """
-    # Not from torch.utils.cpp_extension, which needs setuptools.
-    folder = Path(torch.__file__).parent
-    includes = [f"-I{folder / 'include'}", f"-I{folder / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [compiler, *FLAGS, abi, *includes, str(SOURCE), "-o", str(library), *libraries]
-    for extra in machine_flags:
-        done = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return
-    raise subprocess.CalledProcessError(done.returncode, compiler, done.stdout, done.stderr)
-
-
-def _register_shapes() -> None:
-    """Register the shapes of the operations' results for torch's compiler."""
-
-    @torch.library.register_fake("draftsmith::linear")
-    def _(rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-        return rows.new_empty((*rows.shape[:-1], outputs))
-
-    @torch.library.register_fake("draftsmith::attention")
-    def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        batch, heads, rows, head_size = query.shape
-        return query.new_empty((batch, rows, heads, head_size))
-
-    @torch.library.register_fake("draftsmith::cross_entropy")
-    def _(logits: Tensor, labels: Tensor, losses: Tensor, is_largest: Tensor) -> None:
-        return
-
-
-# ---- in a model ----
 
 
 def grouped_sdpa(

@@ -1,9 +1,6 @@
-"""CPU products and attention: against fp64, bitwise independent of a token's place, in models, without a compiler."""
+"""CPU products and attention: against fp64, bitwise independent of a token's place, in models."""
 
 import copy
-import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,21 +8,19 @@ import torch.nn.functional as F
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 
-from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import (
+from draftsmith.models.decoding import kv_cache
+from draftsmith.models.decoding.kv_cache import KVCache
+from draftsmith.models.kernels import cpu_kernels
+from draftsmith.models.kernels.cpu_kernels import (
     DTYPES,
     GROUPED_SDPA,
     MOST_ROWS,
     PackedLinear,
-    can_attend,
-    cpp_compiler,
-    has_kernels,
     pack_linears,
     packable_bytes,
     use_grouped_sdpa,
 )
-from draftsmith.models.decoding import kv_cache
-from draftsmith.models.decoding.kv_cache import KVCache
+from draftsmith.models.kernels.cpu_library import has_kernels
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -343,85 +338,6 @@ def test_trainable_layers_and_other_dtypes_stay_plain() -> None:
     for model in (tiny_target().requires_grad_(True), tiny_target().double(), tiny_target().half(), biased):
         pack_linears(model)
         assert not any(isinstance(module, PackedLinear) for module in model.modules())
-
-
-# ---- without a compiler ----
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate a new process of a user without built kernels; return the cache folder."""
-    monkeypatch.setattr(cpu_kernels, "_lanes", None)
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kernels"
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that installs a fake C++ compiler of a version, which cannot compile."""
-
-    def make(version: str) -> Path:
-        script = tmp_path / "c++"
-        script.write_text(
-            f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit 0\necho "In file included from here:" >&2\n'
-            'echo "here:1:1: fatal error: no such header" >&2\nexit 1\n'
-        )
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
-        return script
-
-    return make
-
-
-def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
-    """Check that kernels are absent, one sentence gives the reason, and everything works without them."""
-    linear = nn.Linear(8, 8).requires_grad_(False)
-    assert not has_kernels()
-    pack_linears(linear)
-    assert type(linear) is nn.Linear
-    with torch.no_grad():
-        assert not can_attend(torch.zeros(1, 1, 1, 64), None)
-    (told,) = (record.getMessage() for record in caplog.records if "uses torch's own" in record.getMessage())
-    assert sentence in told
-
-
-def test_missing_compiler_is_reported(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert cpp_compiler() is None
-    check_without(caplog, "there is no C++ compiler")
-    assert not fresh.exists()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_failing_compiler_is_reported(
-    fresh: Path, compiler: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    script = compiler("1.0")
-    check_without(caplog, f"{script} does not build cpu_kernels.cpp (here:1:1: fatal error: no such header)")
-    assert not [entry for entry in fresh.iterdir() if entry.suffix != ".lock"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_library_is_built_once_per_compiler(
-    fresh: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = []
-
-    def build(with_compiler: str, library: Path) -> None:
-        built.append(with_compiler)
-        library.write_bytes(b"library")
-
-    monkeypatch.setattr(cpu_kernels, "_build", build)
-    script = str(compiler("1.0"))
-    first = cpu_kernels._built(script)
-    assert cpu_kernels._built(script) == first
-    assert (first.parent, first.read_bytes(), built) == (fresh, b"library", [script])
-    compiler("2.0")
-    assert cpu_kernels._built(script) != first
-    assert len(built) == 2
-    assert len(list(fresh.glob("*.so"))) == 2
 
 
 @KERNELS

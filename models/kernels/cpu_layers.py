@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lanes
-from draftsmith.models.target_logits import get_text_decoder
+from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear
+from draftsmith.models.kernels.cpu_library import vector_lanes
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -263,7 +263,7 @@ class CpuTarget:
             features_only: Leave the LM head out.
             num_layers: Leave out the layers after the first ones, this many.
         """
-        decoder: Any = get_text_decoder(target)
+        decoder: Any = target.base_model
         known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
         if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
             return None

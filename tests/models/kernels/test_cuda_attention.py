@@ -22,14 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models import cuda_attention
-from draftsmith.models.cuda_attention import (
+from draftsmith.models.decoding import cached_attention
+from draftsmith.models.kernels import cuda_attention
+from draftsmith.models.kernels.cuda_attention import (
     SPLIT_SDPA,
     can_split,
     has_split_attention,
     use_split_sdpa,
 )
-from draftsmith.models.decoding import cached_attention
 
 NUM_RESULTS = len(CASES) + 2  # cases of one row also run without a mask
 

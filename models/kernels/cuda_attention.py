@@ -26,8 +26,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.models.compiling import padded_rows
-
 SPLIT_SDPA = "split_sdpa"
 MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attention has enough blocks
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
@@ -38,6 +36,11 @@ CLOSED = -6.0e4  # what a mask adds to a hidden column is below this, in float16
 TOLERANCE = 2e-2  # of the first check against torch, in bf16
 
 logger = logging.getLogger(__name__)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 @contextmanager
@@ -158,8 +161,8 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     (_, heads, nodes, head_size), (kv_heads, columns) = query.shape, key.shape[1:3]
     group, splits = heads // kv_heads, -(-columns // SPLIT)
     rows = nodes * group
-    block_d = max(LEAST_HEAD_SIZE, padded_rows(head_size))
-    block_m = min(64, max(16, padded_rows(rows)))
+    block_d = max(LEAST_HEAD_SIZE, _power_of_two(head_size))
+    block_m = min(64, max(16, _power_of_two(rows)))
     # sum(p v) of every split, head and row, then all max(s), then all sum(p).
     parts = query.new_empty(kv_heads * splits * rows * (head_size + 2), dtype=torch.float32)
     result = query.new_empty(1, nodes, heads, head_size)
@@ -170,7 +173,7 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         0 if mask is None else mask.stride(2), scale, nodes, columns, splits,
         BLOCK_M=block_m, BLOCK_C=COLUMNS, SPLIT_C=SPLIT, HAS_MASK=mask is not None, HIDDEN=CLOSED, **shared,
     )  # fmt: skip
-    block_splits = max(LEAST_SPLITS, padded_rows(splits))
+    block_splits = max(LEAST_SPLITS, _power_of_two(splits))
     merge_splits[(kv_heads, rows)](parts, result, nodes, splits, BLOCK_SPLITS=block_splits, **shared)
     return result
 

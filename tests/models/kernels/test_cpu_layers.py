@@ -26,20 +26,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
-from draftsmith.models import cpu_kernels
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import (
-    MOST_VECTORS,
-    PackedLinear,
-    cpp_compiler,
-    has_kernels,
-    pack_linears,
-    vector_lanes,
-)
-from draftsmith.models.cpu_layers import CpuLayers, CpuTarget
 from draftsmith.models.decoding import cached_model, decoders
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import PAGE
+from draftsmith.models.kernels import cpu_library
+from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear, pack_linears
+from draftsmith.models.kernels.cpu_layers import CpuLayers, CpuTarget
+from draftsmith.models.kernels.cpu_library import cpp_compiler, has_kernels, vector_lanes
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.recipes.schema import MethodConfig
@@ -982,10 +976,10 @@ COMPUTE = """
 import sys
 from pathlib import Path
 import torch
-from draftsmith.models import cpu_kernels
+from draftsmith.models.kernels import cpu_library
 library, tests, file = sys.argv[1:]
-cpu_kernels._built = lambda compiler: Path(library)
-sys.path[:0] = [tests, tests + "/models"]
+cpu_library._built = lambda compiler: Path(library)
+sys.path[:0] = [tests, tests + "/models/kernels"]
 import test_cpu_layers
 torch.save(test_cpu_layers.outputs_on_this_processor(), file)
 """
@@ -1015,8 +1009,8 @@ def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
     by_set = {}
     for name in INSTRUCTION_SETS:
         library, file = tmp_path / f"{name}.so", tmp_path / f"{name}.pt"
-        cpu_kernels._build(compiler, library, [(f"-march={name}", "-fopenmp")])
-        tests = str(Path(__file__).parents[1])
+        cpu_library._build(compiler, library, [(f"-march={name}", "-fopenmp")])
+        tests = str(Path(__file__).parents[2])
         command = [sys.executable, "-c", COMPUTE, str(library), tests, str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == -signal.SIGILL:
