@@ -11,9 +11,10 @@ import importlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
@@ -22,6 +23,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))
 MADE_TEXT = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+TABLE_HEAD = ("| key | is | default | what it means |", "|---|---|---|---|")
 IN_REAL_VLLM = ("vllm", "speculators")  # formats whose every kind real vLLM is shown by a test
 
 
@@ -43,7 +45,7 @@ def without_made(page: str) -> str:
 def formats() -> list[str]:
     """Return the table of export formats by kind: how a drafter is served, or why not."""
     from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-    from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
+    from draftsmith.models.formats.exporting import EXPORTERS, FORMATS
 
     columns = " | ".join(f"`--to {to}` ({what})" for to, what in FORMATS.items())
     lines = [f"| kind | {columns} |", "|---|" + "---|" * len(FORMATS)]
@@ -53,7 +55,7 @@ def formats() -> list[str]:
         for to in FORMATS:
             exporter = EXPORTERS.get((kind, to))
             if exporter is None:
-                cells.append(f"no: {load_drafter_class(kind).config_class.not_exported or no_place(kind, to)}")
+                cells.append("-")
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""
@@ -63,10 +65,15 @@ def formats() -> list[str]:
                 condition = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
                 conditions.setdefault(condition, []).append(to)
         lines.append(f"| `{kind}` | {' | '.join(cells)} |")
+    reasons = {kind: load_drafter_class(kind).config_class.not_exported for kind in drafter_kinds()}
+    lines += ["", *(f"- `{kind}` goes nowhere: {why}." for kind, why in reasons.items() if why)]
     lines += ["", "What a format takes of a kind depends on its options and on the target:", ""]
     lines += ["| kind | with | `--to` | refused, and what to train with |", "|---|---|---|---|"]
-    for (kind, drafters, why), formats in conditions.items():
-        lines.append(f"| `{kind}` | {drafters} | {', '.join(formats)} | {why} |")
+    kinds_of: dict[tuple[str, str, str], list[str]] = {}
+    for (kind, drafters, why), places in conditions.items():
+        kinds_of.setdefault((drafters, ", ".join(places), why), []).append(f"`{kind}`")
+    for condition, kinds in kinds_of.items():
+        lines.append(f"| {', '.join(kinds)} | {' | '.join(condition)} |")
     return lines
 
 
@@ -141,10 +148,30 @@ def recipes() -> list[str]:
 
 
 def drafters() -> list[str]:
-    """Return the options of every kind of drafter."""
+    """Return the options of the kinds of drafters: in one table what several kinds share, then what each kind has."""
     from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 
-    return _option_tables("Drafter", {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()})
+    options = {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()}
+    rows = {kind: _rows(model) for kind, model in options.items()}
+    uses = Counter((row.name, row.type, row.meaning) for each in rows.values() for row in each)
+    shared: dict[tuple[str, str, str], Counter[str]] = {}
+    for row in (row for each in rows.values() for row in each):
+        if uses[row.name, row.type, row.meaning] > 1:
+            shared.setdefault((row.name, row.type, row.meaning), Counter())[row.default] += 1
+    defaults = {key: counts.most_common(1)[0][0] for key, counts in shared.items()}
+    table = [f"| `{name}` | {kind} | {defaults[name, kind, words]} | {words} |" for name, kind, words in shared]
+    lines = ["### Shared by several kinds", "", *TABLE_HEAD, *table, ""]
+    for kind, each in rows.items():
+        lines += [f"### Drafter `{kind}`", ""]
+        named = [
+            f"`{row.name}`" + (f" (default {row.default or 'none'})" if row.default != default else "")
+            for row in each
+            if (default := defaults.get((row.name, row.type, row.meaning))) is not None
+        ]
+        lines += [f"Shared: {', '.join(named)}.", ""] if named else []
+        own = [row.line for row in each if (row.name, row.type, row.meaning) not in shared]
+        lines += [*TABLE_HEAD, *own, ""] if own else []
+    return lines
 
 
 def methods() -> list[str]:
@@ -210,14 +237,32 @@ def _section(model: type[BaseModel]) -> list[str]:
     return [*own, *_table(model)]
 
 
-def _table(model: type[BaseModel]) -> list[str]:
-    """Return a Markdown table of a section's keys."""
+class Row(NamedTuple):
+    """A key of a section, as cells of a table."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+    @property
+    def line(self) -> str:
+        return f"| `{self.name}` | {self.type} | {self.default} | {self.meaning} |"
+
+
+def _rows(model: type[BaseModel]) -> list[Row]:
+    """Return the keys of a section."""
     schema = model.model_json_schema()
-    rows = [
-        f"| `{name}` | {_type(schema['properties'][name], schema)} | {_default(field)} | {_meaning(name, field)} |"
+    return [
+        Row(name, _type(schema["properties"][name], schema), _default(field), _meaning(name, field))
         for name, field in _own_fields(model)
     ]
-    return ["| key | is | default | what it means |", "|---|---|---|---|", *rows, ""] if rows else []
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    """Return a Markdown table of a section's keys."""
+    rows = _rows(model)
+    return [*TABLE_HEAD, *(row.line for row in rows), ""] if rows else []
 
 
 def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -261,16 +306,29 @@ def _meaning(name: str, field: Any) -> str:
 
 
 def targets() -> list[str]:
-    """Return the table of supported features per target architecture, from the results of `targets.py`."""
+    """Return the table of features per target architecture, from the results of `targets.py`: a line per outcome."""
     table = json.loads(Path(__file__).with_name("targets.json").read_text(encoding="utf-8"))
     columns = ("logits", "attention", "trees", "drafter")
-    lines = [f"| `model_type` | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    names: dict[tuple[str, ...], list[str]] = {}
     for model_type, cells in table["targets"].items():
-        lines.append(
-            f"| `{model_type}` | " + " | ".join(cells.get(name, "").replace("|", "/") for name in columns) + " |"
-        )
+        outcome = tuple(_outcome(cells.get(name, "")) for name in columns)
+        names.setdefault(outcome, []).append(f"`{model_type}`")
+    lines = [f"| `model_type` | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for outcome in sorted(names, key=lambda outcome: -len(names[outcome])):
+        lines.append(f"| {', '.join(names[outcome])} | {' | '.join(outcome)} |")
     not_built = ", ".join(f"`{name}`" for name in table["not_built"])
     return [*lines, "", f"With transformers {table['transformers']}. No tiny one can be made of: {not_built}."]
+
+
+def _outcome(text: str) -> str:
+    """Return a result of `targets.py` without the sizes of its tiny model and its general advice."""
+    text = re.sub(
+        r" (?:by|at) [\d.]+(?=$|,)| of [\d,]+ tokens| \((?:largest difference|\w+Error).*?\)(?=$|[;,])", "", text
+    )
+    text = re.sub(r" are of shape .*? wide,", " are no [batch, tokens, width],", text)
+    text = re.sub(r"; decoder-only transformers .*|; use vLLM: .*", "", text)
+    text = re.sub(r"(?: of)? \w+(?:Model|ForCausalLM)(?: \(\w+\))?", "", text)
+    return text.replace("|", "/")
 
 
 MADE = {
