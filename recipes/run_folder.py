@@ -1,6 +1,6 @@
 """The run folder `runs/<name>/`: its paths, its lock, and the settings that it was started with.
 
-One process at a time trains, writes features, tunes or measures in a run folder; several may distil. The lock is the
+One launch at a time trains, writes features, tunes or measures in a run folder, and one distils. The lock is the
 operating system's (flock), which releases it when the process ends, so that no stale lock is left. The file
 `.lock.json` names its holder, for people.
 """
@@ -81,6 +81,12 @@ class RunFolder:
 
 
 # ---- the lock ----
+
+
+def process_of_launch() -> tuple[int, int]:
+    """Return the number of this process in its launch, from 0, and the number of processes, as torchrun sets them."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ.get("RANK", "0")) if processes > 1 else 0), processes
 
 
 def is_first_process() -> bool:

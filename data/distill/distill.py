@@ -8,20 +8,23 @@ A drafter has to predict the target's own text, not another author's. Writes, un
 A conversation's next turn is submitted as soon as its previous answer is complete, not in waves, so that the engine is
 always full, whatever the number of turns. Answers are written to the ledger as they arrive, at least every
 `LONGEST_WRITE_INTERVAL_S`, so that a kill loses only answers in flight and those that arrived since the last write.
+
+Of several processes of a launch (`RANK`, `WORLD_SIZE`), each answers the conversations whose number is its own modulo
+theirs, and the one that finishes last sees that all are finished.
 """
 
 import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import Ledger, LedgerView
+from draftsmith.data.distill.ledger import Ledger
 from draftsmith.data.distill.limits import TargetLimits, check_conversations
 from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
 from draftsmith.data.engines.engine import (
@@ -49,10 +52,9 @@ from draftsmith.data.tokens.templates import (
 )
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, process_of_launch, run_lock
 from draftsmith.recipes.schema import Recipe
 
-HELD_POLL_S = 2.0  # pause before checking again the conversations that another process works on
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
@@ -75,7 +77,8 @@ class DistillReport:
 
     ids: the recipe's conversations. kept: number of conversations written. shortened: number of these that lost their
     later turns, by reason. answers_dropped: number of cut answers that were not kept. already_done, failed_before:
-    conversations that earlier calls kept, and failed at, by reason.
+    conversations that other calls kept, and failed at, by reason. left: number of those that the launch's other
+    processes have not finished.
     """
 
     folder: Path
@@ -88,6 +91,7 @@ class DistillReport:
     sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
     failed_before: Counter[str] = field(default_factory=Counter)
+    left: int = 0
     retried: int = 0
     answers: int = 0
     tokens_generated: int = 0
@@ -119,6 +123,11 @@ class DistillReport:
         if self.answers:
             generated = f"{self.tokens_generated} tokens in {self.answers} answers"
             lines.append(f"{generated}, {self.seconds:.0f} s, {rate:.0f} tokens/s")
+        if self.left:
+            lines.append(
+                f"{self.left} conversations are left to the other processes, of which the last one tokenises all: run "
+                "the same command again if one of them was stopped"
+            )
         return "\n".join(lines)
 
 
@@ -154,16 +163,19 @@ def distill(
     limits = limits or TargetLimits()
     check_conversations(recipe, tokenizer, conversations, limits, report.sources)
     started = time.perf_counter()
-    with Ledger(folder.data) as ledger:
+    number, processes = process_of_launch()
+    with run_lock(folder.data.resolve(), "distill") if number == 0 else nullcontext():  # for all of a launch
+        ledger = Ledger(folder.data, conversations)
         if not settings.are_fixed:  # nor do failures of a call that stored no answer
             ledger.retry_failed()
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
-        waiting = deque(key for key in conversations if not ledger.is_finished(key))
+        ours = list(conversations)[number::processes]
+        waiting = deque(key for key in ours if not ledger.is_finished(key))
         if waiting:
             check_no_training_reads(folder.data)
-        with progress_bar(len(conversations), "distil", "conv", len(conversations) - len(waiting)) as bar:
+        with progress_bar(len(ours), "distil", "conv", len(ours) - len(waiting)) as bar:
             if recipe.data.distill.engine == "none":
-                _pass_through(ledger, settings, conversations, waiting, report, bar)
+                _pass_through(ledger, settings, [conversations[key] for key in waiting], report, bar)
             elif waiting:
                 with open_engine(EngineSetting.of(recipe, tokenizer)) as engine:
                     positions = limits.positions
@@ -171,9 +183,10 @@ def distill(
                         recipe, tokenizer, engine, ledger, settings, conversations, report, bar, positions
                     ).run(waiting)
     report.seconds = time.perf_counter() - started
-    view = LedgerView(folder.data, conversations)
+    view = Ledger(folder.data, conversations)
     report.already_done, report.failed_before = len(view) - report.kept, view.failed - report.failed
-    if not len(view):
+    report.left = len(conversations) - len(view) - view.failed.total() if processes > 1 else 0
+    if not len(view) and not report.left:
         again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
         reasons = counted_reasons(view.failed or report.failed)
         raise UserError(
@@ -228,9 +241,6 @@ class _Distillation:
     bar: Progress
     positions: int | None
     in_flight: dict[str, _Rewriting] = field(default_factory=dict)
-    held: deque[str] = field(
-        default_factory=deque
-    )  # claimed by another process, which may die before it has finished them
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     kept: list[Conversation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # reasons by id
@@ -239,13 +249,12 @@ class _Distillation:
     start_s: float = field(default_factory=time.perf_counter)
 
     def run(self, waiting: deque[str]) -> None:
-        """Rewrite until every conversation is finished, by this process or another."""
+        """Rewrite until every waiting conversation is finished."""
         try:
-            while waiting or self.held or self.in_flight:
+            while waiting or self.in_flight:
                 while waiting and len(self.in_flight) < self.engine.concurrency:
-                    for key, stored in self._claim(waiting).items():
-                        source = self.conversations[key]
-                        self._advance(_Rewriting(source, stored, deque(source.turns)))
+                    source = self.conversations[waiting.popleft()]
+                    self._advance(_Rewriting(source, self.ledger.stored_answers(source.id), deque(source.turns)))
                 if self.in_flight:
                     for key, outcome in self.engine.collect():
                         rewriting = self.in_flight.pop(key)
@@ -253,25 +262,12 @@ class _Distillation:
                         self._advance(rewriting)
                     if self.too_many_cut is not None:
                         raise self.too_many_cut
-                elif self.held:
-                    time.sleep(HELD_POLL_S)
-                if not waiting:
-                    waiting, self.held = self.held, waiting
                 # Some engines cannot generate while we wait for the disk: spend a twentieth of the time on that, or
                 # more if writes are slow, as one is due every `LONGEST_WRITE_INTERVAL_S`.
                 if not self.in_flight or time.monotonic() > self.next_write_s:
                     self._write()
         finally:
             self._write()
-
-    def _claim(self, waiting: deque[str]) -> dict[str, list[dict[str, Any]]]:
-        """Claim as many conversations as the engine has room for; return their stored answers, by id."""
-        room = self.engine.concurrency - len(self.in_flight)
-        keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        claimed, held = self.ledger.claim(keys)
-        self.held.extend(held)
-        self.bar.update(len(keys) - len(claimed) - len(held))  # others finished these
-        return claimed
 
     def _advance(self, rewriting: _Rewriting) -> None:
         """Submit the request for the next answer of a conversation, or finish the conversation."""
@@ -452,36 +448,25 @@ class _Distillation:
         if not (self.settings.are_fixed or self.answers or self.kept):
             return
         start_s = time.monotonic()
-        with self.settings.fixed():
-            self.ledger.commit(self.answers, self.kept, self.failed)
+        self.settings.fix()
+        self.ledger.commit(self.answers, self.kept, self.failed)
         end_s = time.monotonic()
         self.next_write_s = end_s + min(19 * (end_s - start_s), LONGEST_WRITE_INTERVAL_S)
         self.answers, self.kept, self.failed = [], [], {}
 
 
 def _pass_through(
-    ledger: Ledger,
-    settings: FolderSettings,
-    conversations: dict[str, Conversation],
-    waiting: deque[str],
-    report: DistillReport,
-    bar: Progress,
+    ledger: Ledger, settings: FolderSettings, waiting: list[Conversation], report: DistillReport, bar: Progress
 ) -> None:
     """Write the conversations unchanged, for `engine: none`, without a last question that has no answer."""
-    while waiting:
-        page = [waiting.popleft() for _ in range(min(CONVERSATIONS_PER_WRITE, len(waiting)))]
-        claimed, held = ledger.claim(page)
-        waiting.extend(held)
-        if len(held) == len(page):
-            time.sleep(HELD_POLL_S)
-            continue
+    for begin in range(0, len(waiting), CONVERSATIONS_PER_WRITE):
         kept = []
-        for key in claimed:
-            turns = conversations[key].turns
+        for source in waiting[begin : begin + CONVERSATIONS_PER_WRITE]:
+            turns = source.turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
-            kept.append(replace(conversations[key], turns=turns))
-        with settings.fixed():
-            ledger.commit([], kept)
+            kept.append(replace(source, turns=turns))
+        settings.fix()
+        ledger.commit([], kept)
         report.kept += len(kept)
-        bar.update(len(page) - len(held))
+        bar.update(len(kept))

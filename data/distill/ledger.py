@@ -2,24 +2,21 @@
 
     shards/<n>.jsonl        finished conversations with their answers, from which the token dataset is built
     unfinished/<n>.jsonl    answers of unfinished conversations, and failures
-    claims.lock             a process locks one byte of it for each conversation that it is working on
 
 A line counts only if it ends with a newline; if `shards/` has several lines of a conversation, the first one counts. So
 a process that is killed at any moment, SIGKILL included, loses at most the answers that it had not committed.
 
-Several processes may work on one folder, also on several hosts if their file system has locks (NFS 4, Lustre). The
-operating system releases a dead process's locks. A process that gets a lock reads the new lines before it starts.
+Several processes may write to one folder, also on several hosts: each to files of its own, about conversations that no
+other one answers (`distill`).
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count, takewhile
 from pathlib import Path
@@ -33,7 +30,7 @@ from draftsmith.data.sources.distilled import SHARDS, DistilledLine, kept_conver
 from draftsmith.errors import UserError
 from draftsmith.files import append_whole
 
-UNFINISHED, CLAIMS = "unfinished", "claims.lock"
+UNFINISHED = "unfinished"
 
 
 class _StoredAnswer(TypedDict):
@@ -62,13 +59,6 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 }
 
 
-class Claim(NamedTuple):
-    """Claimed conversations by id, with their stored answers, and the ids that another process works on."""
-
-    claimed: dict[str, list[dict[str, Any]]]
-    held: list[str]
-
-
 class _Line(NamedTuple):
     """Place of a kept conversation's line, and why later answers are missing."""
 
@@ -89,15 +79,15 @@ class LedgerView:
     """
 
     def __init__(self, folder: Path, ids: Collection[str] | None = None) -> None:
-        if not (folder / SHARDS).exists() and not (folder / CLAIMS).exists():
+        if not (folder / SHARDS).exists() and not (folder / UNFINISHED).exists():
             raise UserError(f"{folder / SHARDS} does not exist: run `draftsmith distill` with the same recipe first")
         self._folder, self._ids = folder, ids
         self._others: set[str] = set()
         self._kept: dict[str, _Line] = {}
         self._failed: dict[str, str] = {}
         self._answers: dict[str, dict[int, dict[str, Any]]] = {}
-        self._read_bytes: Counter[Path] = Counter()
-        self._refresh()
+        for file in [*self.files(), *sorted((folder / UNFINISHED).glob("*.jsonl"))]:
+            self._read(file)
 
     def __len__(self) -> int:
         """Count the kept conversations."""
@@ -152,24 +142,21 @@ class LedgerView:
         """List the files of kept conversations."""
         return sorted((self._folder / SHARDS).glob("*.jsonl"))
 
-    def _refresh(self) -> None:
-        """Read the lines written since the last call, without a last line that is torn or still being written."""
-        for file in [*self.files(), *sorted((self._folder / UNFINISHED).glob("*.jsonl"))]:
-            with file.open("rb") as stream:
-                stream.seek(self._read_bytes[file])
-                for line in takewhile(lambda line: line.endswith(b"\n"), stream):
-                    self._add_record(self._parse(line, file, self._read_bytes[file]), file)
-                    self._read_bytes[file] += len(line)
+    def _read(self, file: Path) -> None:
+        """Read a file's lines, without a last line that is torn or still being written."""
+        offset_bytes = 0
+        with file.open("rb") as stream:
+            for line in takewhile(lambda line: line.endswith(b"\n"), stream):
+                self._add_record(self._parse(line, file, offset_bytes), file, offset_bytes)
+                offset_bytes += len(line)
 
-    def _add_record(self, record: dict[str, Any], file: Path) -> None:
-        """Update the conversations' states with one line of a file."""
+    def _add_record(self, record: dict[str, Any], file: Path, offset_bytes: int) -> None:
+        """Update the conversations' states with one line of a file; those of `shards/` come first."""
         key = record["id"]
         if self._ids is not None and key not in self._ids:
             self._others.update([key] if file.parent.name == SHARDS else [])
         elif file.parent.name == SHARDS:
-            self._kept.setdefault(key, _Line(file, self._read_bytes[file], record["reason"]))
-            self._failed.pop(key, None)
-            self._answers.pop(key, None)
+            self._kept.setdefault(key, _Line(file, offset_bytes, record["reason"]))
         elif key not in self._kept and "failed" in record:
             self._failed[key] = record["failed"]
         elif key not in self._kept:
@@ -190,42 +177,25 @@ class LedgerView:
 
 
 class Ledger(LedgerView):
-    """Ledger of one process, which makes a run's data folder if it is missing."""
+    """Ledger of one process, which makes a run's data folder if it is missing: what was there when it was opened.
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._claims = (folder / CLAIMS).open("ab")
+    Args:
+        folder, ids: As of `LedgerView`.
+    """
+
+    def __init__(self, folder: Path, ids: Collection[str] | None = None) -> None:
+        (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Path] = {}
-        super().__init__(folder)
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._claims.close()
+        super().__init__(folder, ids)
 
     def is_finished(self, key: str) -> bool:
         """Return whether a conversation is kept or has failed."""
         return key in self._kept or key in self._failed
 
-    def claim(self, ids: Iterable[str]) -> Claim:
-        """Claim the conversations that are not finished and that no living process works on.
-
-        Raises:
-            UserError: The file system has no locks.
-        """
-        claim = Claim({}, [])
-        locked: list[str] = []
-        for key in ids:
-            (locked if self._lock(key) else claim.held).append(key)
-        self._refresh()
-        for key in locked:
-            if self.is_finished(key):
-                self._unlock(key)
-                continue
-            answers = self._answers.get(key, {})
-            claim.claimed[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
-        return claim
+    def stored_answers(self, key: str) -> list[dict[str, Any]]:
+        """Return the answers of an unfinished conversation, in the order of its turns."""
+        answers = self._answers.get(key, {})
+        return [answers[turn] for turn in takewhile(answers.__contains__, count())]
 
     def commit(
         self,
@@ -242,12 +212,9 @@ class Ledger(LedgerView):
         partial = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept_ids]
         self._append(UNFINISHED, [*partial, *({"id": key, "failed": reason} for key, reason in failed.items())])
         self._append(SHARDS, [kept_record(each) for each in kept])
-        for key in (*kept_ids, *failed):
-            self._unlock(key)
-        self._refresh()
 
     def retry_failed(self, final: Collection[str] = ()) -> int:
-        """Make conversations that failed claimable again, except for `final` reasons. Returns their number."""
+        """Forget the failures of conversations, except for `final` reasons. Returns their number."""
         again = [key for key, reason in self._failed.items() if reason not in final]
         for key in again:
             del self._failed[key]
@@ -270,22 +237,6 @@ class Ledger(LedgerView):
         lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
         append_whole(self._files[kind], lines)
 
-    def _lock(self, key: str) -> bool:
-        """Lock a conversation for this process. Returns False if another process has locked it."""
-        try:
-            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise UserError(
-                f"{self._folder / CLAIMS} cannot be locked ({error.strerror}): set runs_dir to a folder on a file "
-                "system that has locks"
-            ) from None
-        return True
-
-    def _unlock(self, key: str) -> None:
-        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(key))
-
 
 def _sync_folder(folder: Path) -> None:
     """Wait until a folder's list of files is on disk, where the file system can do that."""
@@ -293,8 +244,3 @@ def _sync_folder(folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         os.fsync(descriptor)
-
-
-def _byte_of(key: str) -> int:
-    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash of its id."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 2

@@ -1,12 +1,8 @@
 """Settings that a folder's answers depend on, in `distill_settings.json`; a folder never mixes two of them."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.engines.engine import answer_options
@@ -29,14 +25,17 @@ def has_answers(data: Path) -> bool:
 
 
 class FolderSettings:
-    """Settings that a folder's answers depend on, fixed by the first answer that is stored (`are_fixed`)."""
+    """Settings that a folder's answers depend on, fixed by the first answer that is stored (`are_fixed`).
+
+    A call that stores no answer changes nothing, so that one that is refused later leaves the folder as it was.
+    """
 
     def __init__(self, data: Path, values: dict[str, Any]) -> None:
         self._data, self._file, self._values = data, data / "distill_settings.json", values
-        self.are_fixed = False
+        self.are_fixed = self._are_written = False
 
     def check(self) -> None:
-        """Compare with the settings of the stored answers, and replace these.
+        """Compare with the settings of the stored answers.
 
         A smaller length shortens more conversations later; a larger one would need answers that were not generated.
 
@@ -45,25 +44,18 @@ class FolderSettings:
         """
         if has_answers(self._data):
             check_settings(self._file, self._values, "distil again", may_decrease=["data.max_length_tokens"])
-            write_settings(self._file, self._values)
             self.are_fixed = True
 
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Fix the settings while the first answers are stored, so that only one of two processes is the first.
+    def fix(self) -> None:
+        """Write the settings, before this process stores its first answers.
 
         Raises:
             UserError: Another process has meanwhile stored answers with other settings.
         """
-        if self.are_fixed:
-            yield
-            return
-        with FileLock(self._data / "distill_settings.lock"):
+        if not self._are_written:
             self.check()
-            if not self.are_fixed:
-                write_settings(self._file, self._values)
-            yield
-            self.are_fixed = True
+            write_settings(self._file, self._values)
+            self.are_fixed = self._are_written = True
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     weights, limits = weights_hash(answering), target_limits(load_target_config(answering))
     report = distill(recipe, tokenizer, folder, weights, retry_failed, limits=limits)
     console.print(report.sentence(), markup=False)
+    if report.left:  # to the launch's other processes
+        return {"conversations": report.as_json()}
     tokens = build_token_dataset(recipe, tokenizer, folder, report.ids)
     console.print(tokens.sentence(), markup=False)
     write_data_card(recipe, report.sources, tokenizer, weights)

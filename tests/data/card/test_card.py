@@ -49,8 +49,7 @@ def write_card(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
         for n, c in enumerate(answered)
     ]
     random.Random(order).shuffle(ended)
-    with Ledger(run.data) as ledger:
-        ledger.commit([], ended, {failed.id: "a | b\nc"})
+    Ledger(run.data).commit([], ended, {failed.id: "a | b\nc"})
     build_token_dataset(recipe, TOKENIZER, run)
     file = write_data_card(recipe, counts, TOKENIZER, "abc")
     return file.read_text(encoding="utf-8"), json.loads((run.data / "card.json").read_text())
@@ -87,8 +86,7 @@ def card_of_run(
     data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}, **section}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
-    with Ledger(run.data) as ledger:
-        ledger.commit([], conversations)
+    Ledger(run.data).commit([], conversations)
     report = build_token_dataset(recipe, TOKENIZER, run)
     write_data_card(recipe, SourceCounts(), TOKENIZER, None)
     return report, json.loads((run.data / "card.json").read_text())["tokens"]
@@ -186,8 +184,7 @@ def test_card_of_the_embedded_conversations(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
     report = distill(recipe, TOKENIZER, run)
-    with Ledger(run.data) as ledger:
-        ledger.commit([], [replace(talk("x", "a", "b"), source="")])
+    Ledger(run.data).commit([], [replace(talk("x", "a", "b"), source="")])
     build_token_dataset(recipe, TOKENIZER, run)
     text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
     assert "standard library of Python 3.11, SHA-256" in text

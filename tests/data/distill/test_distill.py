@@ -18,7 +18,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill
-from draftsmith.data.distill.ledger import Claim, Ledger, LedgerView
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset, tokenize_rows
@@ -28,7 +28,7 @@ from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.errors import UserError
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder, write_settings
+from draftsmith.recipes.run_folder import RunFolder, run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
@@ -408,26 +408,23 @@ def test_rows_are_those_of_the_sources_as_they_are_now(tmp_path: Path) -> None:
         assert ("stored conversations are not in the recipe" in report.sentence()) == (left_out > 0)
 
 
-def test_given_answers_that_another_process_writes_are_waited_for(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("engine", ["transformers", "none"])
+def test_processes_of_a_launch_share_the_conversations(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """It dies before it has written them."""
-    recipe, tokenizer, claim, calls = (
-        make_recipe(source, engine="none"),
-        tiny_tokenizer(templates.CHATML),
-        Ledger.claim,
-        [],
-    )
-
-    def claim_later(ledger: Ledger, ids: list[str]) -> Claim:
-        calls.append(len(ids))
-        return Claim({}, ids) if len(calls) < 3 else claim(ledger, ids)
-
-    monkeypatch.setattr(distill_module, "HELD_POLL_S", 0.0)
-    monkeypatch.setattr(distill_module, "CONVERSATIONS_PER_WRITE", 4)
-    monkeypatch.setattr(Ledger, "claim", claim_later)
-    assert distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out")).kept == len(QUESTIONS)
-    assert calls == [4, 4, 4, 3]
+    """The first holds the lock for all; both together give what one alone gives, which the last one sees."""
+    recipe, tokenizer = make_recipe(source, engine=engine), tiny_tokenizer(templates.CHATML)
+    run(recipe, tmp_path / "whole", HashEngine(tokenizer))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    reports = []
+    for number in ("1", "0"):
+        monkeypatch.setenv("RANK", number)
+        reports.append(run(recipe, tmp_path / "out", HashEngine(tokenizer)))
+    assert [(report.kept, report.left) for report in reports] == [(3, 4), (4, 0)]
+    assert "4 conversations are left to the other processes" in reports[0].sentence()
+    assert records_and_failures(tmp_path / "out") == records_and_failures(tmp_path / "whole")
+    with run_lock(tmp_path / "out", "distill"), pytest.raises(UserError, match="out is in use by `draftsmith distill`"):
+        run(recipe, tmp_path / "out", HashEngine(tokenizer))
 
 
 def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
@@ -513,18 +510,39 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     assert records_and_failures(out)[1] == {}
 
 
-def test_settings_fixed_meanwhile_by_another_process_are_refused(source: Path, tmp_path: Path) -> None:
+def test_settings_fixed_meanwhile_by_another_process_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     class Overtaken(HashEngine):
         def collect(self) -> list[tuple[str, Outcome]]:
-            write_source(tmp_path / "other.jsonl", [["other"]])
-            run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
+            write_source(tmp_path / "other.jsonl", [["other"], ["second"]])
+            with monkeypatch.context() as second:
+                second.setenv("RANK", "1")
+                run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
             return super().collect()
 
     with pytest.raises(UserError, match=r"was started with data\.conversations\.source"):
         run(make_recipe(source), out, Overtaken(tokenizer))
     assert len(load_answered(out)) == 1
+
+
+def test_call_without_new_answers_leaves_the_settings(source: Path, tmp_path: Path) -> None:
+    """A smaller length, refused later for a training that was started, does not shut out the original settings."""
+    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "run" / "data"
+    recipe = make_recipe(source)
+    run(recipe, out, HashEngine(tokenizer))
+    fixed = (out / "distill_settings.json").read_text()
+    shorter = recipe.model_copy(deep=True)
+    shorter.data.max_length_tokens = 300
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 0
+    assert (out / "distill_settings.json").read_text() == fixed
+    write_source(source, [*QUESTIONS, ["q9"]])
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 1  # shortened by the smaller length from now on
+    with pytest.raises(UserError, match=r"data\.max_length_tokens = 300, now it is 512"):
+        run(recipe, out, HashEngine(tokenizer))
 
 
 OUTSIDE = "<|tool|>"

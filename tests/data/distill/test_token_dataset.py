@@ -16,7 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
 from draftsmith.data.distill import token_dataset as token_rows
-from draftsmith.data.distill.ledger import CLAIMS, SHARDS, Ledger, LedgerView
+from draftsmith.data.distill.ledger import SHARDS, UNFINISHED, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import Work, build_token_dataset, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
@@ -29,10 +29,10 @@ from draftsmith.recipes.schema import DataRecipe, Recipe
 
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
     shutil.rmtree(folder / SHARDS, ignore_errors=True)
-    with Ledger(folder) as ledger:
-        for number, said in enumerate(answers):
-            turns = [turn for text in said for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
-            ledger.commit([], [Conversation(f"{9 - number}", tuple(turns))])
+    ledger = Ledger(folder)
+    for number, said in enumerate(answers):
+        turns = [turn for text in said for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
+        ledger.commit([], [Conversation(f"{9 - number}", tuple(turns))])
 
 
 def build(data: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
@@ -120,7 +120,7 @@ def test_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         build(tmp_path, max_length_tokens=8)
     assert not (tmp_path / "tokens").exists()
     shutil.rmtree(tmp_path / SHARDS)
-    (tmp_path / CLAIMS).unlink()
+    (tmp_path / UNFINISHED).rmdir()
     with pytest.raises(UserError, match="shards does not exist"):
         build(tmp_path)
 

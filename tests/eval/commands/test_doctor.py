@@ -350,10 +350,9 @@ def test_losses_of_distillation_are_reported(tmp_path: Path) -> None:
     case.distilled(case.rows())
     data = tmp_path / "runs" / "mine" / "data"
     cut_short = "answer cut short by max_new_tokens"
-    with Ledger(data) as ledger:
-        ledger.claim(["0", "1", "2", "3", "4", "5"])
-        kept = [Conversation("0", (), shortened=cut_short), Conversation("1", ()), Conversation("2", ())]
-        ledger.commit([], kept, {"3": cut_short, "4": "prompt too long"})
+    ledger = Ledger(data)
+    kept = [Conversation("0", (), shortened=cut_short), Conversation("1", ()), Conversation("2", ())]
+    ledger.commit([], kept, {"3": cut_short, "4": "prompt too long"})
     code, findings, printed = case.examine()
     assert code == 0
     assert findings["tokens/answers cut short"]["severity"] == "warning"
