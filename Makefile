@@ -134,13 +134,13 @@ table: $(READY)
 	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dflash2 embedded-lilicorr embedded-jetspec embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
-	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
-	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
-	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl --name losses
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.loss=kl --name dflash2_losses
-	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm
-	$(BIN)/draftsmith compare embedded-eagle3 drafter.options.fc_norm=true --vary drafter.options.norm_output=false,true --name norms
+	$(BIN)/draftsmith compare $(foreach value,1 2 3 4 5 6,"quickstart drafter.options.num_masks=$(value)") --name masks
+	$(BIN)/draftsmith compare $(foreach value,transformers none,"quickstart data.distill.engine=$(value)") --name answers
+	$(BIN)/draftsmith compare $(foreach value,ce kl,"quickstart drafter.options.loss=$(value)") --name losses
+	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-dflash2 drafter.options.until_first_error=$(value)") --name until
+	$(BIN)/draftsmith compare $(foreach value,kl,"embedded-dflash2 drafter.options.loss=$(value)") --name dflash2_losses
+	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-eagle3 drafter.options.fc_norm=$(value)") --name fc_norm
+	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-eagle3 drafter.options.fc_norm=true drafter.options.norm_output=$(value)") --name norms
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)

@@ -3,7 +3,7 @@
 `extends: NAME` starts from another file's values. Mappings merge key by key, in the order of that file, with a new key
 after the key that precedes it; lists and scalars replace. `null` removes an inherited key, so that its default applies.
 A changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
-extended: they need no `name`.
+extended: they need no `name`. The override `drafter.kind` also drops `drafter.init`, and is added to the run's name.
 
 A recipe named by `drafter.init` is the first stage of a training in two. It has its own drafter and training; target,
 data, seed and `runs_dir` are those of the recipe that names it, so that both stages learn from the same tokens.
@@ -12,6 +12,8 @@ data, seed and `runs_dir` are those of the recipe that names it, so that both st
 import importlib.resources
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.files import expand_home
 from draftsmith.recipes.removed import drop_unset, removal_of
-from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
+from draftsmith.recipes.schema import SEED_SUFFIX, DrafterRecipe, Recipe
 
 MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -46,7 +48,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     values: dict[str, Any] = {}
     for own_values in reversed(files.values()):
         values = _merged(values, own_values)
-    for override in overrides or []:
+    # The kind first, since options and names given with it replace its own.
+    for override in sorted(overrides or [], key=lambda each: not each.startswith("drafter.kind=")):
         _apply_override(values, override)
     if "extends" in values:
         raise UserError("key `extends` cannot be an override: write it into a recipe file")
@@ -274,6 +277,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if isinstance(value, str):  # YAML 1.1 reads `1e-4` as text; people who type it mean the number
         with suppress(ValueError):
             value = float(value)
+    if dotted_key == "drafter.kind" and section.get(leaf, DrafterRecipe().kind) != value:
+        section.pop("options", None)
+        section.pop("init", None)
+        values["name"] = f"{values.get('name')}-{value}"
     section[leaf] = value
 
 
@@ -308,6 +315,41 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
 
 def _kind(value: Any) -> str:
     return {type(None): "empty", list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"`{value!r}`")
+
+
+def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]:
+    """Load the recipes of a comparison.
+
+    Args:
+        arguments: Recipes; `key=value` overrides for all of them; and recipes with overrides of their own in one
+            argument, as `"quickstart drafter.options.num_masks=2"`, which are named after these unless they set `name`.
+
+    Returns:
+        The recipes to compare, and the same ones without their own overrides.
+
+    Raises:
+        UserError: No recipe is named, or one cannot be loaded.
+    """
+    shared = [argument for argument in arguments if "=" in argument.partition(" ")[0]]
+    compared, plain = [], []
+    for argument in arguments:
+        if argument in shared:
+            continue
+        try:
+            file, *own = [argument] if Path(argument).is_file() else shlex.split(argument)
+        except ValueError as error:
+            raise UserError(f"{argument!r} is no recipe with values of its own: {str(error).lower()}") from None
+        plain.append(load_recipe(file, shared))
+        recipe = load_recipe(file, [*shared, *own])
+        pairs = [each.partition("=") for each in own]
+        parts = [f"{key.rpartition('.')[2]}-{value}" for key, _, value in pairs if key != "drafter.kind"]
+        if parts and not any(key == "name" for key, *_ in pairs):
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([recipe.name, *parts]))
+            recipe = load_recipe(file, [*shared, *own, f"name={name}"])
+        compared.append(recipe)
+    if not compared:
+        raise UserError("compare got no recipe: name some, as `draftsmith compare embedded-medusa embedded-eagle`")
+    return compared, plain
 
 
 def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:

@@ -45,7 +45,7 @@ class MethodResult:
     """Answers of one method to all turns of one question at one temperature.
 
     lenience: below 1 the method is not lossless. process: id of the measuring process, as only times of the same one
-    are compared. sequential: see `Method`. settings: see `answer_settings`. turns_left_out: number of later turns that
+    are compared. settings: see `answer_settings`. turns_left_out: number of later turns that
     left no room for an answer.
     """
 
@@ -53,7 +53,6 @@ class MethodResult:
     temperature: float
     lenience: float
     process: str
-    sequential: bool
     settings: dict[str, Any]
     turns: list[AnswerRecord]
     turns_left_out: int

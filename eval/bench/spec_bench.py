@@ -183,7 +183,6 @@ class SpecBench:
             temperature=measured.sampling.temperature,
             lenience=measured.lenience,
             process=PROCESS,
-            sequential=measured.method.sequential,
             settings=settings,
             turns=turns,
             turns_left_out=len(question.turns) - len(turns),

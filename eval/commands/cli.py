@@ -25,7 +25,7 @@ from draftsmith.eval.commands.stages import (
     run_train,
 )
 from draftsmith.provenance import versions
-from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folder, summary_of
+from draftsmith.recipes.loading import load_compared, load_recipe, shipped_files, shipped_folder, summary_of
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
@@ -582,23 +582,21 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
-            help="Recipes, and values that replace theirs; or folders of measured runs.",
+            help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
+            '"quickstart drafter.kind=eagle". Or folders of measured runs.',
         ),
     ],
     name: Annotated[
         str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
     ] = "comparison",
-    vary: Annotated[
-        str | None, typer.Option(help="section.key=value,value,...: measure one variant of the recipe per value.")
-    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
 ) -> None:
     """Train several drafters on the same data and measure them side by side; or compare measured runs."""
     runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
     if runs:
-        if vary is not None or seeds != 1 or len(runs) < len(recipes):
+        if seeds != 1 or len(runs) < len(recipes):
             raise UserError(
-                "compare got folders of measured runs together with recipes, --vary or --seeds: give the folders alone"
+                "compare got folders of measured runs together with recipes or --seeds: give the folders alone"
             )
         from draftsmith.eval.commands.compare import compare_runs, show_runs
 
@@ -606,26 +604,15 @@ def compare(
         tell(rows)
         show_runs(rows)
         return
-    files = [argument for argument in recipes if "=" not in argument]
-    overrides = [argument for argument in recipes if "=" in argument]
-    if not files:
-        raise UserError("compare got no recipe: name some, as `draftsmith compare embedded-medusa embedded-eagle`")
-    if vary is not None and len(files) != 1:
-        raise UserError(
-            f"option --vary needs exactly one recipe, not {len(files)}: name one recipe, or leave --vary out"
-        )
     try:
         check_name(name)
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
-    loaded = named = [load_recipe(file, overrides) for file in files]
+    loaded, named = load_compared(recipes)
     from draftsmith.eval.commands.compare import compare as measure_together
-    from draftsmith.eval.commands.compare import expand_variants, with_seeds
+    from draftsmith.eval.commands.compare import with_seeds
 
-    if vary is not None:
-        loaded = expand_variants(files[0], overrides, vary)
     words = ["draftsmith", "compare", *recipes, "--name", name]
-    words += [] if vary is None else ["--vary", vary]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
     rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
     tell(rows)

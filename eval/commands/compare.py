@@ -13,7 +13,6 @@ others; the pooled figures are shown next to them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from draftsmith.eval.report.report import verdict_word
 from draftsmith.eval.report.summary import headline, question_sums
 from draftsmith.eval.report.text import ends_in_brackets
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.recipes.loading import explain, load_recipe
+from draftsmith.recipes.loading import explain
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
 
@@ -40,24 +39,6 @@ SHARED_EVAL_KEYS = (
     "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
     "temperatures", "top_k", "top_p",
 )  # fmt: skip
-
-
-def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
-    """Build one recipe per value of a key: `drafter.options.num_masks=1,2,3` gives three, named after the value.
-
-    Raises:
-        UserError: `vary` is not `section.key=value,value,...`.
-    """
-    key, separator, values = vary.partition("=")
-    if not separator or not key or not all(values.split(",")):
-        raise UserError(f"option --vary: give section.key=value,value, as drafter.options.num_masks=2,4, not {vary!r}")
-    base = load_recipe(recipe, overrides)
-    leaf = key.rsplit(".", 1)[-1]
-    variants = []
-    for value in values.split(","):
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{base.name}-{leaf}-{value}")
-        variants.append(load_recipe(recipe, [*overrides, f"{key}={value}", f"name={name}"]))
-    return variants
 
 
 def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
@@ -85,7 +66,7 @@ def compare(
     Args:
         name: Name of the common table's run.
         command: Command that repeats the comparison, for its report.
-        distilled: Further recipes whose distilled conversations may be reused, such as the one that variants vary.
+        distilled: Further recipes whose distilled conversations may be reused, such as those that overrides vary.
 
     Returns:
         The rows of all tables, and the recipe of each table: the common one first, if it was measured.

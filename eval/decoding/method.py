@@ -17,12 +17,10 @@ AUTOREGRESSIVE = "autoregressive"
 class Method:
     """A way to build a round's draft tree; this one has no drafts.
 
-    sequential: whether it drafts token after token, a model's forward each (Leviathan's gamma c), or in one (c).
     drafts_trees: whether it drafts trees whatever `tree` of the recipe says. columns: the tokens that it can draft.
     """
 
     name: str
-    sequential = False
     drafts_trees = False
     columns: TokenColumns = ALL_TOKENS
     _newest = -1

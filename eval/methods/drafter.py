@@ -90,7 +90,6 @@ class TreeDrafter(Method):
         adaptive: AdaptiveTree | None = None,
     ) -> None:
         self.name = name
-        self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, PathDecoder)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
         self._lookup = PathLookup(sampling.temperature) if lookup_nodes else None

@@ -46,7 +46,6 @@ class SpecInfer(Method):
     """
 
     drafts_trees = True
-    sequential = True
 
     class Options(Section):
         """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""

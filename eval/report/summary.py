@@ -19,8 +19,8 @@ cost ratio           t_draft / t_target_step, of a whole round
 seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds
 
 A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
-shown in one table and such categories in another, so that no question counts twice. The predictions of theory from
-these figures are in `eval/bench/theory.py`, what they mean in `docs/concepts/metrics.md`.
+shown in one table and such categories in another, so that no question counts twice. What the figures
+mean is in `docs/concepts/metrics.md`.
 
 Everywhere `summary` are the rows of `summarize`, `timing` those of `summarize_timing`, `baseline` those of
 `baseline_speeds`, `proof` is the JSON of `draftsmith prove`, None if it was not run.
@@ -36,11 +36,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, check_fair_clock
-from draftsmith.eval.bench.theory import theory_row
 from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
@@ -120,8 +117,6 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         "runs": len(runs),
         "tokens": sum(len(turn.ids) for turn in turns),
         "tokens_per_s": _speed(turns),
-        "first_token_s": statistics.median(turn.first_token_s for turn in turns),
-        **latencies(turns),
         "lossless": first.lossless,
         **draft_vocabulary_figures(turns),
         **_intervals(question_sums(records, key, category), first),
@@ -245,16 +240,6 @@ def _speed(turns: Iterable[AnswerRecord]) -> float:
     return sum(len(turn.ids) for turn in turns) / sum(turn.wall_time_s for turn in turns)
 
 
-def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
-    """Compute percentiles of the seconds between tokens, over all tokens after the prefill's.
-
-    A round's tokens arrive together: each of its k tokens counts as the round's seconds / k.
-    """
-    rounds = [pair for turn in turns for pair in zip(turn.round_s, turn.accept_lengths, strict=True)]
-    per_token = np.repeat([seconds / tokens for seconds, tokens in rounds], [tokens for _, tokens in rounds])
-    return {f"latency_p{n}_s": float(np.percentile(per_token, n)) if rounds else None for n in (50, 90)}
-
-
 def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
     """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup."""
     check_fair_clock(records)
@@ -294,7 +279,6 @@ def _timing_row(pairs: list[Pair]) -> Row:
         "speedup_with_prefill": speedup,
         "loop_efficiency": decoding_speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth([length for turn in turns for length in turn.draft_lengths]),
-        **theory_row(turns, first.sequential, t_draft_s / t_target_s),
     }
 
 

@@ -32,7 +32,7 @@ def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True
             choose_s=0.03 * len(accepted),
             commit_s=0.04 * len(accepted),
         )
-        return MethodResult(method, 0.0, 1.0, "p", False, settings, [answer], 0)
+        return MethodResult(method, 0.0, 1.0, "p", settings, [answer], 0)
 
     answers = {
         "autoregressive@0": answered("autoregressive", baseline_seconds, [1] * 9, [1] * 10),

@@ -33,9 +33,6 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "tokens": 1234,
         "lossless": True,
         "tokens_per_s": 432.1,
-        "first_token_s": 0.0123,
-        "latency_p50_s": 0.0021,
-        "latency_p90_s": None,
         "greedy_identical": True if temperature == 0 else None,
         "different_answers": 0 if temperature == 0 else None,
         "numerical_ties": 0 if temperature == 0 else None,
@@ -68,13 +65,6 @@ TIMING = [
         "speedup_with_prefill": 1.7,
         "loop_efficiency": 0.95,
         "acceptance_by_depth": [0.5, 0.4],
-        "sequential": True,
-        "gamma": 4,
-        "alpha": 0.71,
-        "c": 0.0625,
-        "tau_predicted_iid": 2.4,
-        "speedup_predicted_iid": 1.92,
-        "best_gamma": 5,
     }
 ]
 

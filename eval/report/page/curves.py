@@ -1,4 +1,4 @@
-"""Line charts for report.html: scales with round ticks, SVG lines, Leviathan's figures, and training curves.
+"""Line charts for report.html: scales with round ticks, SVG lines, and training curves.
 
 Bars and intervals are placed in percent of the width, so that text keeps its size on a phone; line charts have a view
 box of `WIDTH` x `HEIGHT`.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.bench.theory import best_gamma, expected_tokens, walltime_factor
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.summary import Row
 from draftsmith.models.base.registry import Training
 from draftsmith.train.drafter.shown import by_depth
 
@@ -23,12 +20,6 @@ LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the line
 LABEL_HEIGHT = 12  # of a line's name
 MOST_POINTS = 200  # of a line; more cannot be distinguished
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-ALPHAS = tuple(step / 100 for step in range(100))
-GAMMAS = (1, 3, 5, 7, 10)
-COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-LONGEST_GAMMA = 100
-MOST_GAMMA = 30.0  # of the chart of best gammas
-MOST_TIMES = 8.0  # of the other charts of theory
 
 Point = tuple[float, float]
 Tick = tuple[str, float]  # label, place
@@ -72,18 +63,13 @@ def round_values(low: float, high: float, about: int) -> list[float]:
 
 
 def line_chart(
-    title: str,
-    x_name: str,
-    series: dict[str, list[Point]],
-    x_scale: Scale,
-    y_scale: Scale,
-    dots: dict[str, Point] | None = None,
+    title: str, x_name: str, series: dict[str, list[Point]], x_scale: Scale, y_scale: Scale
 ) -> dict[str, Any]:
     """Build a chart: scale the points, and place the lines' names at the right without overlap.
 
     Returns:
         What the template draws: `lines` are (name, points of an SVG polyline, y of the name in the margin at the
-        right), `dots` (name, x, y), ticks (label, place). The title is also for screen readers.
+        right), ticks (label, place). The title is also for screen readers.
     """
 
     def x_at(percent: float) -> float:
@@ -111,7 +97,6 @@ def line_chart(
             (name, " ".join(f"{x:g},{y:g}" for x, y in points), label_y)
             for (name, points), label_y in zip(shown.items(), label_ys, strict=True)
         ],
-        "dots": [(name, *placed(point)) for name, point in (dots or {}).items()],
     }
 
 
@@ -125,37 +110,6 @@ def _spread(heights: list[float]) -> list[float]:
     for i in reversed(order):
         moved[i], lowest = min(moved[i], lowest), min(moved[i], lowest) - LABEL_HEIGHT
     return [round(height, 1) for height in moved]
-
-
-# Title, parameter, its values, the curve as a function of alpha and the parameter, the timing row's key of a point.
-THEORY: tuple[tuple[str, str, Sequence[Any], Callable[[float, Any], float], str], ...] = (
-    ("Figure 2: expected tokens per round", "γ", GAMMAS, expected_tokens, "tau"),
-    ("Figure 3: best γ", "c", COSTS, lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA), "gamma"),
-    ("Figure 4: speedup at c = 0", "γ", GAMMAS, lambda a, gamma: walltime_factor(a, gamma, 0.0), "speedup_decoding"),
-)
-
-
-def theory_charts(timing: list[Row]) -> list[dict[str, Any]]:
-    """Build Leviathan's figures 2, 3 and the speedups of 4 (arXiv 2211.17192), with measured values as dots.
-
-    Dots have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
-    """
-    rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
-    charts = []
-    for title, parameter, values, curve, key in THEORY:
-        y_scale = Scale(0.0, MOST_GAMMA) if key == "gamma" else Scale(1.0, MOST_TIMES)
-        series: dict[str, list[Point]] = {}
-        for value in values:
-            points = ((alpha, curve(alpha, value)) for alpha in ALPHAS)
-            # Points outside are left out: a line along the picture's edge would be wrong.
-            series[f"{parameter}={value:g}"] = [point for point in points if y_scale.low <= point[1] <= y_scale.high]
-        dots = {
-            f"{row['method']} at T = {row['temperature']:g}": (row["alpha"], row[key])
-            for row in rows
-            if row[key] is not None
-        }
-        charts.append(line_chart(title, "α", series, Scale(0.0, 1.0), y_scale, dots))
-    return charts
 
 
 # ---- training ----

@@ -1,4 +1,4 @@
-"""Comparisons of methods: overall, by category, by depth, by the phases of a round, and with predictions.
+"""Comparisons of methods: overall, by category, by depth and by the phases of a round.
 
 Functions choose and order rows of the summary and the timing; the templates place their figures on the scales.
 """
@@ -131,19 +131,6 @@ def acceptance_depths(timing: list[Row]) -> list[Row]:
         # The sum over depths d of the share of rounds with at least d accepted tokens is their mean number.
         depths.append(row | {"tau_without_bonus": sum(marginal), "shares": shares, "more": len(marginal) - count})
     return sorted(depths, key=lambda row: (row["temperature"], -row["tau_without_bonus"]))
-
-
-def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
-    """Return the timing rows of every method that drafts, the fastest first, and a scale for their speedups.
-
-    None if no method drafts.
-    """
-    rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
-    if not rows:
-        return None
-    keys = ("speedup_predicted", "speedup_predicted_iid", "speedup_decoding")
-    scale = scale_around([row[key] for row in rows for key in keys], 1.0)
-    return sorted(rows, key=lambda row: (row["temperature"], -row["speedup_decoding"])), scale
 
 
 def mean_rounds(timing: list[Row]) -> list[tuple[float, Scale, list[Row]]]:

@@ -34,9 +34,9 @@ SECTIONS = {
     "lengths": "Tau by length",
     "phases": "Where the time goes",
     "answers": "Answers, round by round",
-    "predicted": "Predicted and measured",
     "training": "Training",
-    "clock": "As a user sees it",
+    "vocabulary": "Draft vocabulary",
+    "served": "In engines",
     "data": "Data",
     "settings": "What was measured",
 }
@@ -103,7 +103,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "seed_spread": seed_spread(summary),
         "lengths": methods.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
-        "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
+        "vocabulary": [row for row in overall if row.get("decoded_coverage") is not None],
         "baseline_sentences": report.baseline_sentences(facts["baseline"]),
         "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
         "next_steps": report.next_steps(summary, timing, recipe),
@@ -116,8 +116,6 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "depths": methods.acceptance_depths(timing),
         "rounds": methods.mean_rounds(timing),
         "answers": by_question(facts["traced"] or []),
-        "predictions": methods.predictions(timing),
-        "theory_charts": curves.theory_charts(timing),
         "training": curves.training_curves(trained),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.
@@ -127,11 +125,8 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "page": methods,
         "plot": curves,
     }
-    holds = {"categories": "tables", "phases": "rounds", "predicted": "predictions", "data": "data_card"}
-    always = ("clock", "settings")
-    values["sections"] = {
-        name: title for name, title in SECTIONS.items() if name in always or values[holds.get(name, name)]
-    }
+    holds = {"categories": "tables", "phases": "rounds", "data": "data_card", "settings": "recipe"}
+    values["sections"] = {name: title for name, title in SECTIONS.items() if values[holds.get(name, name)]}
     return values
 
 

@@ -19,32 +19,34 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare import (
     compare,
     compare_runs,
-    expand_variants,
     joint_recipe,
     with_seeds,
 )
 from draftsmith.eval.commands.stages import reuse_data
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import load_compared, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.results import portable
 
 
-def test_variants_of_one_recipe_key() -> None:
-    variants = expand_variants("quickstart", ["train.max_steps=3"], "drafter.options.num_masks=1,3")
-    assert [(v.name, v.drafter.options["num_masks"], v.train["max_steps"]) for v in variants] == [
-        ("quickstart-num_masks-1", 1, 3),
-        ("quickstart-num_masks-3", 3, 3),
+def test_recipes_with_values_of_their_own() -> None:
+    """They are named after these values; another kind takes its own options, and only its name."""
+    quoted = ["quickstart drafter.options.num_masks=3", "embedded-eagle name=mine", "quickstart drafter.kind=medusa"]
+    compared, plain = load_compared(["quickstart", "train.max_steps=3", *quoted])
+    assert [(each.name, each.drafter.kind) for each in compared] == [
+        ("quickstart", "parallel"),
+        ("quickstart-num_masks-3", "parallel"),
+        ("mine", "eagle"),
+        ("quickstart-medusa", "medusa"),
     ]
-    assert expand_variants("quickstart", [], "target.model=owner/one")[0].name == "quickstart-model-owner-one"
-    with pytest.raises(
-        UserError, match=r"option --vary: give section\.key=value,value, .*not 'drafter.options.num_masks=1,,3'"
-    ):
-        expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
+    assert (compared[1].drafter.options["num_masks"], compared[3].drafter.options) == (3, {})
+    assert {each.train["max_steps"] for each in compared} == {3}
+    assert [each.name for each in plain] == ["quickstart", "quickstart", "embedded-eagle", "quickstart"]
+    assert load_compared(["quickstart target.model=owner/one"])[0][0].name == "quickstart-model-owner-one"
 
 
 def test_joint_recipe_names_every_drafter() -> None:
-    variants = expand_variants("quickstart", ["runs_dir=elsewhere"], "drafter.options.inputs=hidden,both")
-    joint = joint_recipe(variants, "table")
+    variants = [f"quickstart drafter.options.inputs={inputs}" for inputs in ("hidden", "both")]
+    joint = joint_recipe(load_compared(["runs_dir=elsewhere", *variants])[0], "table")
     assert joint.name == "table"
     assert [(method.name, method.drafter) for method in joint.eval.methods] == [
         (f"quickstart-inputs-{inputs}/parallel-{tree}", f"elsewhere/quickstart-inputs-{inputs}/drafter")
@@ -180,7 +182,7 @@ def test_tasks_have_equal_weight(tmp_path: Path) -> None:
 def test_runs_are_not_mixed_with_recipes(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", str(write_run(tmp_path / "a", [1.0])), "quickstart"])
     assert result.exit_code == 2
-    assert "folders of measured runs together with recipes, --vary or --seeds: give the folders alone" in result.output
+    assert "folders of measured runs together with recipes or --seeds: give the folders alone" in result.output
 
 
 def test_runs_with_different_settings_are_refused_by_name(tmp_path: Path) -> None:

@@ -64,12 +64,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
     page = html.read_text()
     assert "&lt;d&gt;" in page
-    for cells in (
-        "96.2% 7.1% 0.13",
-        "4.00 1.00 4.50 0.200 0.123 0.25 1.90 1.80 0.95",
-        "4 0.71 0.062 2.40 2.50 1.92 1.80 5",
-    ):
-        assert "".join(f"<td>{cell}</td>" for cell in cells.split()) in page
+    assert "<td>96.2%</td><td>7.1%</td><td>0.13</td>" in page
     assert "fast <small>not lossless</small>" in page
     # 1 ms of 5.823, then 4.5 ms, on a scale that is 2 % longer.
     assert '<rect class="forward" x="16.84%" width="75.76%"' in page

@@ -15,7 +15,6 @@ from draftsmith.eval.report.summary import (
     baseline_speeds,
     best_row,
     evaluation_figures,
-    latencies,
     parts_of_tasks,
     shown_categories,
     summarize,
@@ -181,16 +180,6 @@ def test_timing_by_hand() -> None:
     assert row["cost_ratio"] == pytest.approx(0.5)
     assert (row["t_choose_s"], row["t_commit_s"]) == (pytest.approx(0.03), pytest.approx(0.04))
     assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
-
-
-def test_latencies_by_hand() -> None:
-    """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
-    answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
-    assert latencies([answer]) == {"latency_p50_s": pytest.approx(0.1), "latency_p90_s": pytest.approx(0.2)}
-    assert latencies([AnswerRecord()]) == {"latency_p50_s": None, "latency_p90_s": None}
-    row = summarize([made_up(0, 2.0, 4.0)])[-1]
-    assert (row["tokens_per_s"], row["first_token_s"]) == (5.0, 0.05)
-    assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
 
 
 # ---- rows that documents quote ----

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from support.half_right import tree_method
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
@@ -90,12 +89,3 @@ def test_nodes_of_all_depths_in_one_call(kind: str, options: dict[str, Any]) -> 
         decoder.expand([7], [7])
     with pytest.raises(ValueError, match="drafting needs a new token"):
         decoder.begin()
-
-
-def test_theory_counts_one_forward_per_round() -> None:
-    """Leviathan's c, not gamma c: only kinds whose layers run for every token are `sequential`."""
-    found = {}
-    for kind, options in (("parallel", {}), ("parallel", {"markov_rank": RANK}), ("eagle", {})):
-        decoder: Any = tiny_drafter_of(kind, tiny_target(), **options).decoder(LENGTH)
-        found[kind, bool(options)] = tree_method(decoder).sequential
-    assert found == {("parallel", False): False, ("parallel", True): False, ("eagle", False): True}

@@ -58,9 +58,9 @@ def elements(page: str) -> Elements:
 
 def test_every_section_exists_and_is_linked(elements: Elements) -> None:
     ids = [values["id"] for _, values, _ in elements.found if "id" in values]
-    assert ids == list(SECTIONS)
+    assert ids == [name for name in SECTIONS if name not in ("vocabulary", "served")]
     links = [values["href"] for tag, values, _ in elements.found if tag == "a"]
-    assert links == [f"#{name}" for name in SECTIONS]
+    assert links == [f"#{name}" for name in ids]
     assert not elements.open
 
 
@@ -69,7 +69,7 @@ def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> Non
     values = all_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
     shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
-    assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
+    assert ids == [name for name in SECTIONS if name not in ("vocabulary", "served", "answers", "training", "data")]
 
 
 def test_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
@@ -107,6 +107,7 @@ def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     }  # fmt: skip
     shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     assert not Elements(shown).open
+    assert '<section id="served">' in shown
     assert "<td>123.4</td>" in shown
     assert "a &lt;note&gt;" in shown
     assert "Proved: 0 greedy tokens" in shown

@@ -1,4 +1,4 @@
-"""Figures of the page's sections: order, places on scales, rounds, curves."""
+"""Figures of the page's sections: order, places on scales, rounds."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 from support.report_facts import TIMING, records_of, row
 
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
-from draftsmith.eval.report.page.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, theory_charts
 from draftsmith.eval.report.page.methods import (
     MOST_DEPTHS,
     acceptance_depths,
@@ -97,19 +96,3 @@ def test_answers_round_by_round() -> None:
     assert [(each.drafted, len(each.accepted)) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
     assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
     assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
-
-
-# ---- curves ----
-
-
-def test_measured_values_are_dots_on_theorys_curves() -> None:
-    """Figure 3 at alpha .5, c .1: gamma 2. The tree's alpha is 0.71 of the width; without a figure there is no dot."""
-    row = TIMING[0] | {"speedup_decoding": None}
-    charts = theory_charts([row, row | {"method": "autoregressive"}])
-    (points,) = (points for name, points, _ in charts[1]["lines"] if name == "c=0.1")
-    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    assert f"{LEFT + wide / 2:g},{round(HEIGHT - BOTTOM - high * 2 / 30, 1):g}" in points.split()
-    dots = [chart["dots"] for chart in charts]
-    tau_y = HEIGHT - BOTTOM - high * 1.5 / 7  # of 2.5, from 1 to 8
-    assert dots[0] == [("tree at T = 0", pytest.approx(LEFT + 0.71 * wide, abs=0.1), pytest.approx(tau_y, abs=0.1))]
-    assert [len(each) for each in dots] == [1, 1, 0]
