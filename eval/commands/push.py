@@ -193,7 +193,7 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
         _write(folder / name, {**values, key: value})
 
 
-def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str | None:
+def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str:
     """Add an export to the files to upload. Returns the command that serves it after a download.
 
     Raises:
@@ -206,9 +206,8 @@ def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str |
         again = f"run `draftsmith export --to {made.to}` again"
         raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
     target = card.base_model or public_recipe(recipe)["target"]["model"]
-    if made.command is not None:
-        made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
-        made.command = made.command.replace(made.target, target)
+    made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
+    made.command = made.command.replace(made.target, target)
     made.target = target
     for file in sorted(set(export.iterdir()) - {export_file}):
         if file.is_file():

@@ -221,13 +221,8 @@ class DFlashDrafter(GroupWiseDrafter):
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
-    def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Compute the outputs of a draft: here the fp32 logits [G, V'] of its G tokens; a subclass may add tensors.
-
-        Args:
-            hidden: Outputs [G, D] of the layers at the block's masks.
-            context: Features c [D] of the newest token, as the layers read them; zeros if there are none.
-        """
+    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Compute a draft's tensors from the layers' outputs [G, D]: here the fp32 logits [G, V'] of its tokens."""
         return (self.logits_of(hidden).float(),)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
@@ -313,8 +308,7 @@ class BlockDecoder(CachedDecoder):
             block = drafter.block_inputs(ids[:1], masks_kd)[0]
             places = begin + count + columns[: len(block)]
             hidden = run_rows(block, places, places, masked_columns(columns, places, causal, window))
-            newest = context.index_select(0, (place[1:] - 1).clamp(min=0))[0]
-            return drafter.block_outputs(hidden[first_row:], torch.where(count > 0, newest, 0.0))
+            return drafter.block_outputs(hidden[first_row:])
 
         return run
 
@@ -338,13 +332,10 @@ class BlockDecoder(CachedDecoder):
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
         if new:
             context = self._drafter.context_of(features).unsqueeze(0)
-            newest = context[0, -1]
             self._cache.append(self._to_keys_values(context, (cos[:, :new], sin[:, :new])))
-        else:
-            newest = block.new_zeros(block.shape[-1])
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
-        return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :], newest)
+        return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :])
 
 
 DRAFTER = DFlashDrafter

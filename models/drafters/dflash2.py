@@ -58,7 +58,7 @@ def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
     return size
 
 
-def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
+def _within_the_vocabulary(count: int, info: ValidationInfo) -> int:
     vocabulary, drafted = (info.context or {}).get("vocab_size", count), info.data.get("draft_vocab_size")
     if count > vocabulary:
         raise ValueError(f"must be at most the target's vocabulary of {vocabulary}")
@@ -67,33 +67,29 @@ def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
     return count
 
 
-class CandidateOptions(DFlashConfig.Options):
-    """Options of all kinds with convolutions around their sublayers, and scores of candidates."""
-
-    markov_rank: Annotated[Literal[0], one_message("must be 0: the candidates' scores read the token before")] = Field(
-        0, description="always 0: the candidates' scores read the previous token instead"
-    )
-    conv_kernel_size: int = Field(
-        2,
-        ge=1,
-        le=MOST_DEPTHS,
-        description="taps of the convolution: number of rows of the block that a row reads, itself included",
-    )
-    conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
-        16,
-        ge=1,
-        description="number of channels in a group; the kernel's row-dependent part has one number per group and tap",
-    )
-
-
 class DFlash2Config(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash2"
 
-    class Options(CandidateOptions):
+    class Options(DFlashConfig.Options):
         """The keys of `drafter.options` in a recipe."""
 
+        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector reads the token before")] = Field(
+            0, description="always 0: the selector reads the previous token instead"
+        )
+        conv_kernel_size: int = Field(
+            2,
+            ge=1,
+            le=MOST_DEPTHS,
+            description="taps of the convolution: number of rows of the block that a row reads, itself included",
+        )
+        conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
+            16,
+            ge=1,
+            description="number of channels in a group; the kernel's row-dependent part has one number per group and "
+            "tap",
+        )
         selector_rank: int = Field(256, ge=1, description="rank of the selector (published: 256)")
-        selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
+        selector_top_k: Annotated[int, AfterValidator(_within_the_vocabulary)] = Field(
             16,
             ge=1,
             validate_default=True,
@@ -175,18 +171,20 @@ class CandidateSelector(nn.Module):
         return torch.einsum("nr,nkr->nk", context_nr, successors_nkr).to(softmax_dtype(gates_nr.dtype))
 
 
-class CandidateDrafter(DFlashDrafter):
-    """DFlash with convolutions, and scores of candidates given the previous token, which a kind defines."""
+class DFlash2Drafter(DFlashDrafter):
+    """The drafter q; see the module's docstring."""
+
+    config_class = DFlash2Config
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
-        if not config.conv_kernel_size:
-            return
         convolved = nn.ModuleList()
         for index, layer in enumerate(self.layers):
             convolved.append(ConvolvedLayer(self.layers_config, index, config))
             convolved[-1].load_state_dict(layer.state_dict(), strict=False)
         self.layers = convolved
+        shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
+        self.candidate_selector = CandidateSelector(*shape)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         for module in self.layers.modules():
@@ -195,71 +193,7 @@ class CandidateDrafter(DFlashDrafter):
                 module.kernel_projection.weight.zero_()
         super().initialize_from_target(target)
 
-    def tokens_of(self, columns: Tensor) -> Tensor:
-        """Return the target's token ids of columns of the logits."""
-        return columns if self.vocab.ids is None else self.vocab.ids[columns]
-
-    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of `scores_after`, from final-normed rows of whole blocks and their newest c.
-
-        Args:
-            normed: [..., G, D].
-            context: [..., D].
-
-        Returns:
-            [..., G, ...] each: first the candidates' columns of the logits [..., G, K].
-        """
-        raise NotImplementedError
-
-    def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given `score_inputs` of N rows."""
-        raise NotImplementedError
-
-    def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """Return the same scores as logits [N, V'], -inf except at the candidates."""
-        scores_nk = self.scores_after(rows, before_n)
-        shape = len(scores_nk), self.vocab.head().out_features
-        return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
-
-    def blocks(self, groups: Groups, hidden_nd: Tensor, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return final-normed rows of all blocks [A, G, D], their newest c [A, D], and the places [M] in [A * G]."""
-        depths, first_depth = self.config.num_depths, groups.first_depth
-        (context_c, *_), *_, (row_r, *_) = groups.rows_of_depths(1, first_depth - 1, depths)
-        row_ag = row_r.view(depths, -1).T  # there are whole blocks only
-        token_a = groups.token_n[row_ag[:, 0]]
-        context_a = context_c[torch.searchsorted(groups.token_n[context_c], token_a)]
-        normed_agd = self.norm(hidden_nd.index_select(0, row_ag.flatten())).unflatten(0, (-1, depths))
-        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + groups.row_n[place_m] - first_depth
-        return normed_agd, hidden_nd.index_select(0, context_a), slot_m
-
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        groups, features = label_all_groups(self, input_ids, features, position_ids)
-        place_m = groups.labelled_m
-        _, _, before_m = groups.labels(place_m)
-        normed_agd, context_ad, slot_m = self.blocks(groups, self.hidden_states(groups, features), place_m)
-        rows = [row.flatten(0, 1)[slot_m] for row in self.score_inputs(normed_agd, context_ad)]
-        logits_mv = self.vocab.widen(self.path_logits(rows, groups.input_ids.flatten()[before_m]))
-        return groups.on_grid(place_m, logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
-
-    def saved_values(self, num_rows: int, num_labels: int) -> int:
-        return num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
-
-    def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        return self.score_inputs(self.norm(hidden), context)
-
-    def decoder(self, max_length_tokens: int) -> "CandidateDecoder":
-        return CandidateDecoder(BlockDecoder(self, max_length_tokens), self)
-
-
-class DFlash2Drafter(CandidateDrafter):
-    """The drafter q; see the module's docstring."""
-
-    config_class = DFlash2Config
-
-    def build(self, config: DrafterConfig) -> None:
-        super().build(config)
-        shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
-        self.candidate_selector = CandidateSelector(*shape)
+    # ---- training ----
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
@@ -277,17 +211,42 @@ class DFlash2Drafter(CandidateDrafter):
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
         return AuxiliaryLoss(self.config.selector_weight * losses_m, rows.mask_m, correct_m)
 
-    def saved_values(self, num_rows: int, num_labels: int) -> int:
-        of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
-        return super().saved_values(num_rows, num_labels) + num_labels * of_selector
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        groups, features = label_all_groups(self, input_ids, features, position_ids)
+        ((_, place_m, normed_md),) = self.head_inputs(groups, self.hidden_states(groups, features))
+        _, _, before_m = groups.labels(place_m)
+        logits_mv = self.path_logits(self.candidates(normed_md), groups.input_ids.flatten()[before_m])
+        return groups.on_grid(place_m, self.vocab.widen(logits_mv), float("-inf"))[:, :, : input_ids.shape[1]]
 
-    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        convolutions = num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
+        of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
+        return convolutions + num_labels * of_selector
+
+    # ---- shared by training and decoding ----
+
+    def candidates(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the K most likely columns of final-normed rows [..., D], their logits [..., K], and gates [..., r]."""
         values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
+        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given the `candidates` of N rows."""
         columns_nk, values_nk, gates_nr = rows
-        return values_nk + self.candidate_selector.edges(gates_nr, before_n, self.tokens_of(columns_nk))
+        tokens_nk = columns_nk if self.vocab.ids is None else self.vocab.ids[columns_nk]
+        return values_nk + self.candidate_selector.edges(gates_nr, before_n, tokens_nk)
+
+    def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
+        """Return the same scores as logits [N, V'], -inf except at the candidates."""
+        scores_nk = self.scores_after(rows, before_n)
+        shape = len(scores_nk), self.vocab.head().out_features
+        return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
+
+    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return self.candidates(self.norm(hidden))
+
+    def decoder(self, max_length_tokens: int) -> "CandidateDecoder":
+        return CandidateDecoder(BlockDecoder(self, max_length_tokens), self)
 
 
 @torch.no_grad()

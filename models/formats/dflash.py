@@ -1,14 +1,12 @@
-"""DFlash's layout, and the additions of DSpark, DFlash 2 and LiLiCorr.
+"""DFlash's layout, and the additions of DSpark and DFlash 2.
 
-DSpark adds a Markov and a confidence head, DFlash 2 convolutions and a selector, LiLiCorr a lattice and, optionally,
-convolutions.
+DSpark adds a Markov and a confidence head, DFlash 2 convolutions and a selector.
 
 Our tensor names are this layout's. Its layers are Qwen 3's for every target; embedding and head are the target's. With
 a draft vocabulary, which only vLLM supports, the target's rows of the head are written too. Engines number feature
 layers from 0 by their *outputs*: their id is one less than ours. Whether a block is causal is written in three places:
 vLLM has read it from `dflash_config`, and by default takes layers with a window to be causal, as does SGLang, which
-reads only `is_causal`. LiLiCorr's first checkpoints number the parts of the lattice's two-layer maps; vLLM, SGLang and
-TensorRT-LLM load them by name only. TorchSpec and AngelSpec have other names and keys: `_from_torchspec`.
+reads only `is_causal`. TorchSpec and AngelSpec have other names and keys: `_from_torchspec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +23,6 @@ from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Parameters,
-    Refusal,
     borrowed_head,
     drafted_mask,
     dtype_name,
@@ -55,44 +52,15 @@ DFLASH2_RULES = (
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
 )
-# vllm-project/vllm, pull request 52816; LiLiCorr's is the first version in which we found it.
+# vllm-project/vllm, pull request 52816.
 FIRST_DFLASH2 = "0.28"
 # Config keys that our drafters do not implement, with the values at which they change nothing.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
-CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-DFLASH2_KEYS = (*CONVOLUTION_KEYS, "selector_rank", "selector_top_k")
-# The lattice's config keys by our options. A width of 0 in a checkpoint stands for the target's hidden size.
-LATTICE_KEYS = {
-    "lattice_top_k": "lilicorr_candidate_topk",
-    "lattice_hidden_size": "lilicorr_hidden_size",
-    "lattice_factor_dim": "lilicorr_factor_dim",
-    "lattice_layers": "lilicorr_num_layers",
-    "lattice_heads": "lilicorr_num_heads",
-    "lattice_mlp_ratio": "lilicorr_mlp_ratio",
-    "lattice_logit_scale": "lilicorr_logit_scale",
-    "lattice_vector_eps": "lilicorr_vector_eps",
-}
-# Tensor names in LiLiCorr's first checkpoints, by today's names.
-TWO_LAYER_NAMES = {
-    "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
-    "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
-    "lilicorr.feature_mlp.down_proj.": "lilicorr.feature_mlp.3.",
-    "lilicorr.layers.#.mlp.up_proj.": "lilicorr.layers.#.mlp.0.",
-    "lilicorr.layers.#.mlp.down_proj.": "lilicorr.layers.#.mlp.2.",
-}
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # TorchSpec's and AngelSpec's names by ours (torchspec/models/draft/dflash.py, angelspec/models/draft/dflash.py).
 TORCHSPEC_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
 # Their trainers take the size of a block as an argument, and write it nowhere: the values of their configs.
 TORCHSPEC_BLOCK, ANGELSPEC_DSPARK_BLOCK = 16, 7
-LILICORR_RULES = (
-    *DFLASH2_RULES,
-    Refusal(
-        "`lattice_top_k` that is no power of two up to 16",
-        lambda config: config.lattice_top_k not in (1, 2, 4, 8, 16),
-        "engines take 1, 2, 4, 8 or 16 candidates, not {config.lattice_top_k}",
-        "drafter.options.lattice_top_k=8",
-    ),
-)
 SPECULATORS_RULES = (only("causal", False, "in the library's blocks every row sees every row"),)
 SGLANG_RULES = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
@@ -117,15 +85,6 @@ def to_dflash2(drafter: Drafter) -> Checkpoint:
     """Convert a DFlash 2 drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= {key: getattr(drafter.config, key) for key in DFLASH2_KEYS}
-    return Checkpoint(config, _tensors(drafter))
-
-
-def to_lilicorr(drafter: Drafter) -> Checkpoint:
-    """Convert a LiLiCorr drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
-    ours, config = drafter.config, {**_config(drafter), "architectures": ["LiLiCorrDraftModel"]}
-    lattice = {theirs: getattr(ours, key) for key, theirs in LATTICE_KEYS.items()}
-    convolution = {key: getattr(ours, key) for key in CONVOLUTION_KEYS} if ours.conv_kernel_size else {}
-    config["dflash_config"] |= {"lilicorr_enabled": True, **lattice, **convolution}
     return Checkpoint(config, _tensors(drafter))
 
 
@@ -258,17 +217,10 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     if "d2t" in state:
         options["draft_vocab_size"] = len(state["d2t"])
         state["t2d"] = drafted_mask(state["d2t"], target_config["vocab_size"])
-    if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
+    if "candidate_selector.hidden_projection.weight" in state:
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
-        if "lilicorr.out_head.weight" in state:
-            options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
-            options["lattice_hidden_size"] = options["lattice_hidden_size"] or target_config["hidden_size"]
-            options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
-            if options["conv_kernel_size"]:
-                options["conv_group_size"] = known["conv_group_size"]
-            return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
         return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
@@ -297,8 +249,6 @@ EXPORTERS = {
         method="dflash",
         first_vllm=FIRST_DFLASH2,
     ),
-    ("lilicorr", "vllm"): _in_blocks(to_lilicorr, refusals=LILICORR_RULES, method="dflash", first_vllm="0.32"),
-    ("lilicorr", "sglang"): _in_blocks(to_lilicorr, refusals=(*LILICORR_RULES, *SGLANG_RULES), method="DFLASH"),
     ("dspark", "vllm"): _in_blocks(to_dspark, refusals=DSPARK_RULES, method="dspark"),
     ("dspark", "sglang"): _in_blocks(to_dspark, refusals=(*DSPARK_RULES, *SGLANG_RULES), method="DSPARK"),
 }

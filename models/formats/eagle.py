@@ -1,11 +1,13 @@
-"""Layouts of EAGLE, EAGLE-3 and P-EAGLE, as engines, the authors' code and the speculators library read them.
+"""Layouts of EAGLE, EAGLE-3 and P-EAGLE, as engines and the speculators library read them.
+
+The layouts of the authors' code (SafeAILab/EAGLE) are imported too, and not written.
 
 **EAGLE.** Our tensor names are this layout's: `fc` and one decoder layer without input norm; embedding and head are the
 target's. Readers differ in the bias of `fc`: vLLM silently drops it, SGLang always has one, the authors' code has one
 unless the config says `bias: false`. vLLM reads that key as the attention's bias, so it is not written for vLLM.
 
 **EAGLE-3.** One name differs: the first layer is `midlayer` there, `layers.0` here and in speculators. `d2t` holds
-offsets in all layouts; `t2d` is written for the authors' code and ignored by engines. Engines number the fused layers
+offsets in all layouts; `t2d` is ignored by engines. Engines number the fused layers
 differently: vLLM's ids are ours (0 for the embeddings), SGLang's are one less and in `eagle_config`.
 
 vLLM reads the speculators library's config too, with the layers' keys and the number of fused layers from
@@ -65,7 +67,7 @@ EAGLE3_RULES = (
     no_layers_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.layers_of[model_type]}'s layers"),
 )
 PEAGLE_RULES = (*EAGLE3_RULES, only("markov_rank", 0, "P-EAGLE has no Markov head"))
-# SGLang and the authors' code run Llama's layer only.
+# SGLang runs Llama's layer only.
 LLAMA_ALONE = (
     *EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
@@ -84,7 +86,6 @@ EMBEDDINGS_LAYER = Refusal(
     "SGLang adds 1 to the layers it reads, so that the embeddings (0) have no number there",
     "drafter.options.feature_layers without 0",
 )
-NO_NORMS = tuple(only(key, False, f"its EAGLE-3 class knows no {key}") for key in NORMS)
 
 
 # ---- ours to theirs ----
@@ -114,15 +115,6 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
     config["draft_vocab_size"] = drafter.config.draft_vocab_size  # null: the target's head
     config |= _norms(drafter.config)
     return Checkpoint(config, _tensors(drafter, config))
-
-
-def to_authors(drafter: Drafter) -> Checkpoint:
-    """Convert an EAGLE-3 drafter for the authors' code, which needs an LM head, and a bias of `fc` by default."""
-    config = {**_config(drafter), "bias": False}
-    config["eagle_config"] = {  # theirs has no key for it; importers of this layout look here
-        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in drafter.config.feature_layers]
-    }
-    return Checkpoint(config, _with_head(_tensors(drafter, config), drafter))
 
 
 def to_speculators(drafter: Drafter) -> Checkpoint:
@@ -288,9 +280,9 @@ EAGLE_RULES = (
 FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
-def eagle_to_vllm(drafter: Drafter, architecture: str = "LlamaForCausalLM", **keys: Any) -> Checkpoint:
-    """Convert an EAGLE drafter for vLLM, or with further keys for other readers."""
-    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": [architecture], **keys}
+def eagle_to_vllm(drafter: Drafter, architecture: str = "LlamaForCausalLM") -> Checkpoint:
+    """Convert an EAGLE drafter for vLLM, or with another architecture for another reader."""
+    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": [architecture]}
     return Checkpoint(config, with_output_biases(dict(drafter.state_dict()), config))
 
 
@@ -300,11 +292,6 @@ def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
     fc = written.tensors["fc.weight"]
     written.tensors.setdefault("fc.bias", fc.new_zeros(len(fc)))
     return written
-
-
-def eagle_to_authors(drafter: Drafter) -> Checkpoint:
-    """Convert an EAGLE drafter for the authors' code."""
-    return eagle_to_vllm(drafter, bias=bool(drafter.config.fc_bias))
 
 
 def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
@@ -334,10 +321,8 @@ EXPORTERS = {
     ("peagle", "speculators"): Exporter(
         to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always, first_vllm="0.16"
     ),
-    ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
     ("eagle", "vllm"): Exporter(
         eagle_to_vllm, eagle_parameters, (*EAGLE_RULES, FC_BIAS), "eagle", logits_fit=has_uncapped_logits
     ),
     ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS), "EAGLE"),
-    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS)),
 }

@@ -34,6 +34,7 @@ from draftsmith.models.formats.layout import (
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
+from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
@@ -42,9 +43,6 @@ FORMATS = {
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators, read by vLLM 0.32",
     "gguf": "llama.cpp, as in llama-cpp-python 0.3.36",
-    "eagle": "SafeAILab/EAGLE",
-    "medusa": "FasterDecoding/Medusa",
-    "hydra": "zankner/Hydra",
 }
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
 EXPORTERS: dict[tuple[str, str], Exporter] = {
@@ -69,7 +67,7 @@ class Export:
     kind: str
     target: str
     num_speculative_tokens: int
-    command: str | None
+    command: str
     drafter_sha256: dict[str, str]
 
 
@@ -82,11 +80,9 @@ class Exported:
     caveat: str | None
 
     def lines(self) -> list[str]:
-        """Return the lines to print; the last one is the serving command, if there is one."""
+        """Return the lines to print; the last one is the serving command."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
-        if self.made.command is None:
-            return [done, *warned]
         return [done, *warned, f"Serve it ({version_sentence(self.made.kind, self.made.to)}):", self.made.command]
 
 
@@ -101,6 +97,8 @@ def check_format(to: str) -> None:
     """
     if to not in FORMATS:
         formats = ", ".join(FORMATS)
+        if removal := removal_of("export.to", to):
+            raise UserError(f"the format {removal}")
         raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
 
 
@@ -174,10 +172,8 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
     return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
 
-def serving_command(
-    config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
-) -> str | None:
-    """Return the command that starts a server with this folder; None if the format has no server.
+def serving_command(config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()) -> str:
+    """Return the command that starts a server with this folder.
 
     Args:
         loading: Options from `loading_words`.
@@ -194,10 +190,8 @@ def serving_command(
             words += ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
             words += ["--speculative-num-draft-tokens", str(tokens + 1)]
         return shlex.join(words)
-    if to == "gguf":
-        words = ["llama-server", "--model", target, "--model-draft", str(Path(folder) / llamacpp.FILE)]
-        return shlex.join([*words, "--spec-type", exporter.method, "--spec-draft-n-max", str(tokens), *loading])
-    return None
+    words = ["llama-server", "--model", target, "--model-draft", str(Path(folder) / llamacpp.FILE)]
+    return shlex.join([*words, "--spec-type", exporter.method, "--spec-draft-n-max", str(tokens), *loading])
 
 
 # ---- the folder ----
@@ -324,10 +318,8 @@ def export_drafter(
             whole = Checkpoint(written.config, tensors)
             architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
             llamacpp.write_gguf(partial / llamacpp.FILE, whole, architecture, config.layers_of, tokenizer, gguf.dtype)
-        elif exporter.weights_file.endswith(".safetensors"):
-            save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
         else:
-            torch.save(tensors, partial / exporter.weights_file)
+            save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         check_written(partial, drafter, exporter, None if gguf is None else gguf.dtype)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
     return made

@@ -1,14 +1,13 @@
 """Medusa's layouts and Hydra's: heads that each predict one depth.
 
-Medusa: vLLM's layout, and FasterDecoding's, which vLLM 0.32 reads too (vLLM 0.33 dropped Medusa). Block j of head i is
+Medusa: vLLM's layout, and FasterDecoding's, which is only imported (vLLM 0.33 dropped Medusa). Block j of head i is
 `blocks.{i}.layers.{j}` here and in vLLM, `{i}.{j}.linear` in FasterDecoding's; the LM head after n blocks is
-`lm_heads.{i}` or `{i}.{n}`. With `lm_heads: shared` the target's head is written for vLLM; FasterDecoding's code has
-no shared head.
+`lm_heads.{i}` or `{i}.{n}`. With `lm_heads: shared` the target's head is written for vLLM.
 
-Hydra (zankner/Hydra): `hydra_lm_head.pt` holds the sequentially dependent heads of the kind `mlp`. Block 0 of head i
-reads the feature and i + 1 embeddings; its `linear` and `res_connection` are our `linear` and `residual`. All further
-blocks of a head are one block there, written once per use. Its LM heads have biases. Hydra++ (`prefix-mlp`) is not
-supported: it attends to the prefix from the first feature on, ours from a row before it.
+Hydra (zankner/Hydra), which is only imported: `hydra_lm_head.pt` holds the sequentially dependent heads of the kind
+`mlp`. Block 0 of head i reads the feature and i + 1 embeddings; its `linear` and `res_connection` are our `linear` and
+`residual`. Its LM heads have biases. Hydra++ (`prefix-mlp`) is not supported: it attends to the prefix from the first
+feature on, ours from a row before it.
 """
 
 import re
@@ -23,7 +22,6 @@ from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Parameters,
-    Refusal,
     always,
     borrowed_head,
     dtype_name,
@@ -50,20 +48,9 @@ HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_sta
 
 # ---- what can be expressed ----
 
-SHARED_HEAD = only("lm_heads", "separate", "each of its heads has an LM head")
 DRAFT_VOCABULARY = only(
     "draft_vocab_size", None, "it has no draft vocabulary (vLLM's token_map for Medusa is read with a shared head only)"
 )
-HYDRA_RULES = (
-    only("prefix_attention", False, "our prefix attention has a row that theirs has not"),
-    only("embedding_norm", False, "its heads read embeddings as they are"),
-    SHARED_HEAD,
-    DRAFT_VOCABULARY,
-    Refusal(
-        "more than two blocks a head", lambda config: config.num_layers > 2,
-        "there, all blocks of a head after the first share their weights", "drafter.options.num_layers=2",
-    ),
-)  # fmt: skip
 
 
 # ---- ours to theirs ----
@@ -72,7 +59,9 @@ HYDRA_RULES = (
 def to_vllm(drafter: Drafter) -> Checkpoint:
     """Convert a Medusa drafter for vLLM."""
     # Any other key with both "num" and "heads" in it would replace `num_heads`, and "num" with "layers" the next.
-    config = _sizes(drafter) | {
+    config = {
+        **{key: drafter.config.target_config[key] for key in ("hidden_size", "vocab_size")},
+        "dtype": dtype_name(drafter),
         "torch_dtype": dtype_name(drafter),
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -85,39 +74,6 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
     if config["original_lm_head"]:
         tensors["lm_head.weight"] = borrowed_head(drafter, "drafter.options.lm_heads=separate")
     return Checkpoint(config, tensors)
-
-
-def to_faster_decoding(drafter: Drafter) -> Checkpoint:
-    """Convert a Medusa drafter for the authors' code, FasterDecoding/Medusa."""
-    config = _sizes(drafter) | {
-        "torch_dtype": dtype_name(drafter),
-        "medusa_num_heads": drafter.config.num_heads,
-        "medusa_num_layers": drafter.config.num_layers,
-        "base_model_name_or_path": drafter.config.target_name_or_path,
-    }
-    return Checkpoint(config, renamed(drafter.state_dict(), _faster_decoding_names(drafter.config.num_layers)))
-
-
-def to_hydra(drafter: Drafter) -> Checkpoint:
-    """Convert a Hydra drafter for the authors' code."""
-    config = {
-        "hydra_num_heads": drafter.config.num_heads,
-        "hydra_num_layers": drafter.config.num_layers,
-        **HYDRA_KEYS,
-        "lm_head_bias": bool(drafter.config.lm_head_bias),  # not a key of theirs: fresh biases are zero
-        "base_model_name_or_path": drafter.config.target_name_or_path,
-        **_sizes(drafter),
-    }
-    tensors = renamed(drafter.state_dict(), HYDRA_NAMES)
-    for i in range(drafter.config.num_heads):
-        weight = tensors[f"hydra_lm_head.{i}.weight"]
-        tensors.setdefault(f"hydra_lm_head.{i}.bias", weight.new_zeros(len(weight)))
-    return Checkpoint(config, tensors)
-
-
-def _sizes(drafter: Drafter) -> dict[str, Any]:
-    sizes = {key: drafter.config.target_config[key] for key in ("hidden_size", "vocab_size")}
-    return {**sizes, "dtype": dtype_name(drafter)}
 
 
 # ---- theirs to ours ----
@@ -186,11 +142,4 @@ def _check_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
 
 EXPORTERS = {
     ("medusa", "vllm"): Exporter(to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", needs_target=always),
-    ("medusa", "medusa"): Exporter(
-        to_faster_decoding,
-        medusa_parameters,
-        (SHARED_HEAD, DRAFT_VOCABULARY),
-        weights_file="medusa_lm_head.safetensors",
-    ),
-    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, HYDRA_RULES, weights_file="hydra_lm_head.pt"),
 }

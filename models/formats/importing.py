@@ -28,6 +28,7 @@ from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import describe_differences, some_of, weights_sha256
+from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -164,6 +165,8 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
     eagle.check_fused_layers(config)
+    if "lilicorr.out_head.weight" in names:
+        raise UserError(f"the checkpoint is a LiLiCorr drafter, whose kind {removal_of('drafter.kind', 'lilicorr')}")
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
         return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:
@@ -180,7 +183,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) has none of the supported layouts: EAGLE, EAGLE-3, P-EAGLE, "
-        "DFlash (also TorchSpec's), DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the "
+        "DFlash (also TorchSpec's), DFlash 2, DSpark, Medusa, Hydra, or a causal language model with the "
         "target's embedding"
     )
 

@@ -110,11 +110,10 @@ class Exporter:
     Args:
         write, read: The conversions to and from the format.
         refusals: Rules for drafters that it cannot express; the first one that applies is reported.
-        method: The engine's name of the method; empty if the format has no server.
+        method: The engine's name of the method.
         parallel: All depths come from one forward.
         needs_target: Returns whether writing a drafter of this config needs tensors of the target.
         in_blocks: The config fixes the number of draft tokens.
-        weights_file: Name of the file with the tensors.
         logits_fit: Returns whether the reader computes the same logits as this config's target, see
             `models/target_logits.py`.
         first_vllm: First version of vLLM with this kind, if that is known, by serve_vllm of NVIDIA-NeMo/Automodel
@@ -124,11 +123,10 @@ class Exporter:
     write: Callable[[Drafter], Checkpoint]
     read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
     refusals: tuple[Refusal, ...]
-    method: str = ""
+    method: str
     parallel: bool = False
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
-    weights_file: str = "model.safetensors"
     logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
     first_vllm: str = ""
 

@@ -107,7 +107,6 @@ EXPORTERS = {
         exporters[kind, "vllm"],
         method=method,
         refusals=(*rules, ROPE),
-        weights_file=FILE,
         logits_fit=has_plain_logits,
         first_vllm="",
     )

@@ -90,11 +90,9 @@ def build_twins() -> tuple[PreTrainedModel, PreTrainedModel]:
     return plain, scaled
 
 
-LATTICE = {"block_size": 3, "feature_layers": [0, 1], "lattice_hidden_size": 32, "lattice_heads": 4}
 MORE_KINDS: list[tuple[str, dict[str, Any]]] = [
     *KINDS,
     ("dflash2", {"block_size": 3, "feature_layers": [0, 1], "selector_top_k": 4}),
-    ("lilicorr", {**LATTICE, "lattice_top_k": 20}),
     ("eagle", {}),
     ("draft_model", {"num_layers": 1}),
 ]

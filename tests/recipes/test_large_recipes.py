@@ -34,7 +34,6 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "llama3.1-8b-parallel": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
     "qwen3-8b-dflash": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2"]),
     "qwen3-8b-dflash2": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2"]),
-    "qwen3-8b-lilicorr": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2", "lattice_hidden_size=16"]),
     "qwen3-8b-dspark": ("qwen3", {"tie_word_embeddings": True}, THINKING, ["markov_rank=4", "num_layers=2"]),
     "qwen3-30b-a3b-dflash": ("qwen3_moe", EXPERTS["qwen3_moe"], THINKING, ["block_size=4", "num_layers=2"]),
     "llama3.3-70b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),

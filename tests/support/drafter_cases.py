@@ -74,19 +74,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True, "sliding_window": 4},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40, "embedding_norm": False},
     ],
-    "lilicorr": [
-        {"block_size": 4, "conv_kernel_size": 0, "lattice_top_k": 40, "lattice_factor_dim": 9, "lattice_layers": 1},
-        {
-            "block_size": 3,
-            "sample_from_anchor": True,
-            "loss": "kl",
-            "lattice_top_k": 30,
-            "lattice_margin_weight": 0.4,
-            "lattice_margin": 0.7,
-            "draft_vocab_size": 40,
-            "sliding_window": 7,
-        },
-    ],
     "medusa": [
         {"num_layers": 2, "lm_heads": "shared", "loss": "tv", "draft_vocab_size": 40},
         {"loss": {"tv": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
@@ -107,12 +94,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 FREQUENT = datasets.Dataset.from_dict(
     {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
 )
-# By default a lattice is a quarter as wide, and labels of 61 tokens are rarely among 8 candidates.
-TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": 30}}
 CASES = [
-    (kind, {**TINY.get(kind, {}), **options})
-    for kind in drafter_kinds()
-    for options in [{}, *VARIANTS.get(kind, [{"draft_vocab_size": 40}])]
+    (kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [{"draft_vocab_size": 40}])]
 ]
 # Row weights that depend on their group.
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS, TINY, greedy_logits
-from support.tiny_models import VOCABULARY, tiny_target
+from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS, greedy_logits
+from support.tiny_models import tiny_target
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -45,12 +45,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 5, "until_first_error": True, "draft_vocab_size": 40}),
     ("medusa2", {"lora_rank": 2, "loss": "kl"}),
 ]
-ALL_CANDIDATES = {**TINY["lilicorr"], "lattice_top_k": VOCABULARY}
 GOLDEN_CASES = [
-    *(
-        (kind, ALL_CANDIDATES if (kind, options) == ("lilicorr", TINY["lilicorr"]) else options)
-        for kind, options in CASES
-    ),
+    *CASES,
     *BY_GROUPS,
     *MORE,
 ]

@@ -4,13 +4,13 @@ Most loaders silently leave a missing tensor at random values, or skip an unknow
 draft token is accepted. These rules were read from the loaders' sources, such as vLLM 0.32's and SGLang 0.5.23's, and
 share nothing with the code that writes a layout:
 
-* EAGLE: vllm/model_executor/models/llama_eagle.py:50-190, sglang/srt/models/llama_eagle.py, SafeAILab/EAGLE's
-  eagle/model/cnets1.py:472-528 and ea_model.py:45-49. vLLM drops the bias of `fc`, SGLang always has one.
+* EAGLE: vllm/model_executor/models/llama_eagle.py:50-190, sglang/srt/models/llama_eagle.py. vLLM drops the bias of
+  `fc`, SGLang always has one.
 * EAGLE-3, P-EAGLE: vllm's llama_eagle3.py:184-470 and qwen3_eagle3.py:175-450, transformers_utils/configs/speculators/
   algos.py:18-95 and base.py:62-93; sglang/srt/models/llama_eagle3.py, where the first layer has no biases whatever the
-  config says, and fc reads three layers; eagle/model/cnets.py:478-541.
-* DFlash, DFlash 2, LiLiCorr, DSpark: vllm's qwen3_dflash.py, qwen3_dflash2.py, lilicorr.py and qwen3_dspark.py,
-  sglang's dflash.py, lilicorr.py and dspark.py.
+  config says, and fc reads three layers.
+* DFlash, DFlash 2, DSpark: vllm's qwen3_dflash.py, qwen3_dflash2.py and qwen3_dspark.py, sglang's dflash.py and
+  dspark.py.
 * Medusa: vllm's medusa.py:20-193 and configs/medusa.py:45-58, FasterDecoding's medusa/model/medusa_model.py.
 * Hydra: zankner/Hydra's hydra/model/hydra_heads/mlp_head.py and hydra_model.py.
 """
@@ -28,12 +28,10 @@ NO_BIAS, UNTIED, ONE_LAYER = {"attention_bias": False}, {"tie_word_embeddings": 
 CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle", "vllm"): {"architectures": ["LlamaForCausalLM"], **LLAMA, **ONE_LAYER, **UNTIED},
     ("eagle", "sglang"): {"architectures": ["LlamaForCausalLMEagle"], **LLAMA, **NO_BIAS},
-    ("eagle", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER},
     ("eagle3", "vllm"): UNTIED,
     ("eagle3", "sglang"): {
         "architectures": ["LlamaForCausalLMEagle3"], **LLAMA, **NO_BIAS, **ONE_LAYER, **UNTIED,
     },
-    ("eagle3", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER, "bias": False},
     ("eagle3", "speculators"): UNTIED,
     ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
     ("dflash", "speculators"): {"architectures": ["DFlashSpeculator"], **QWEN3, **NO_BIAS, "sample_from_anchor": False},
@@ -41,17 +39,13 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
         "architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS, "sliding_window_non_causal": True,
     },
     ("dflash2", "vllm"): {"architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS},
-    ("lilicorr", "vllm"): {"architectures": ["LiLiCorrDraftModel"], **QWEN3, **NO_BIAS},
     ("dspark", "vllm"): {
         "architectures": ["Qwen3DSparkModel"], **QWEN3, **NO_BIAS, "sample_from_anchor": True,
         "markov_head_type": "vanilla",
     },
     ("medusa", "vllm"): {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
-    ("medusa", "medusa"): {},
-    ("hydra", "hydra"): {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
 }  # fmt: skip
-WEIGHTS_FILES = {("medusa", "medusa"): "medusa_lm_head.safetensors", ("hydra", "hydra"): "hydra_lm_head.pt"}
-IN_BLOCKS = ("dflash", "dflash2", "dspark", "lilicorr")
+IN_BLOCKS = ("dflash", "dflash2", "dspark")
 Config = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -90,9 +84,8 @@ def draft_vocabulary(config: Config, always: bool = False) -> Shapes:
 def required_shapes(kind: str, to: str, config: Config) -> Shapes:
     """Return the required tensors."""
     if kind == "eagle":
-        biased = to == "sglang" or (to == "eagle" and config.get("bias"))
         layer = layer_shapes("layers.0", norms=(), config=config)
-        return {"fc.weight": (HIDDEN, 2 * HIDDEN), **({"fc.bias": (HIDDEN,)} if biased else {}), **layer}
+        return {"fc.weight": (HIDDEN, 2 * HIDDEN), **({"fc.bias": (HIDDEN,)} if to == "sglang" else {}), **layer}
     if kind in ("eagle3", "peagle"):
         return _eagle3(to, {**config, **config.get("transformer_layer_config", {})})
     if kind in IN_BLOCKS:
@@ -124,11 +117,10 @@ def required_shapes(kind: str, to: str, config: Config) -> Shapes:
 def _eagle3(to: str, config: Config) -> Shapes:
     nested = config.get("eagle_config", {})
     ids = config.get("eagle_aux_hidden_state_layer_ids") or nested["eagle_aux_hidden_state_layer_ids"]
-    fused = 3 if to in ("sglang", "eagle") else len(ids)
+    fused = 3 if to == "sglang" else len(ids)
     first = "layers.0" if to == "speculators" else "midlayer"
-    plain = to in ("sglang", "eagle")
     shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "norm.weight": (HIDDEN,)}
-    shapes |= layer_shapes(first, 2 * HIDDEN, ("input", "hidden_norm"), LLAMA if plain else config)
+    shapes |= layer_shapes(first, 2 * HIDDEN, ("input", "hidden_norm"), LLAMA if to == "sglang" else config)
     for i in range(1, config["num_hidden_layers"]):
         shapes |= layer_shapes(f"layers.{i}", config=config)
     if config.get("fc_norm"):
@@ -137,7 +129,7 @@ def _eagle3(to: str, config: Config) -> Shapes:
         shapes["input_norm.weight"] = (fused * HIDDEN,)
     if any(config.get(key) is not None for key in ("mask_token_id", "pard_token", "ptd_token_id")):
         shapes["mask_hidden"] = (*((1, 1) if to == "speculators" else (1,)), fused * HIDDEN)
-    return shapes | draft_vocabulary(config, always=to in ("eagle", "speculators"))
+    return shapes | draft_vocabulary(config, always=to == "speculators")
 
 
 def _blocks(kind: str, to: str, config: Config) -> Shapes:
@@ -153,8 +145,6 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
         for i, name in itertools.product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, HIDDEN)
             shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
-    if kind == "lilicorr":
-        shapes |= _lattice({key.removeprefix("lilicorr_"): value for key, value in nested.items()}, config)
     if kind == "dflash2":
         rank = nested["selector_rank"]
         for name in ("predecessor", "successor"):
@@ -167,32 +157,6 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
         if config.get("enable_confidence_head"):
             shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
     return shapes | (draft_vocabulary(config) if to in ("vllm", "speculators") else {})
-
-
-def _lattice(own: Config, config: Config) -> Shapes:
-    """Return the shapes of vllm's lilicorr.py."""
-    width, heads, size, factor = own["hidden_size"] or HIDDEN, own["num_heads"], config["block_size"], own["factor_dim"]
-    linear = {
-        "pass_hidden_proj": (width, HIDDEN), "context_proj": (width, HIDDEN), "feature_mlp.up_proj": (width, 5),
-        "feature_mlp.down_proj": (width, width), "factor_input_proj": (width, 3 * width),
-        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factor, width)),
-    }  # fmt: skip
-    shapes: Shapes = {
-        "slot_embedding": (1, 1, size - 1, 1, width), "rank_embedding": (1, 1, 1, own["candidate_topk"], width),
-        "relative_slot_bias": (heads, 2 * size - 1), "same_slot_bias": (heads,), "output_norm.weight": (width,),
-        "anchor_norm.weight": (width,), "feature_norm.weight": (5,), "feature_norm.bias": (5,),
-    }  # fmt: skip
-    inner = int(own["mlp_ratio"] * width)
-    for layer in (f"layers.{i}" for i in range(own["num_layers"])):
-        linear[f"{layer}.mlp.up_proj"], linear[f"{layer}.mlp.down_proj"] = (inner, width), (width, inner)
-        linear[f"{layer}.attn.out_proj"] = (width, width)
-        shapes[f"{layer}.attn.in_proj_weight"], shapes[f"{layer}.attn.in_proj_bias"] = (3 * width, width), (3 * width,)
-        shapes |= {f"{layer}.{name}_norm.weight": (width,) for name in ("attn", "mlp")}
-    if width != HIDDEN:
-        linear["token_proj"] = (width, HIDDEN)
-    for name, shape in linear.items():
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
-    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
 def find_violations(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

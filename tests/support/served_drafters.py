@@ -65,11 +65,10 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "speculators-dflash2": ("dflash2", "speculators", {"block_size": 4, "num_layers": 1, "selector_rank": 16}),
     "dspark": ("dspark", "vllm", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
     "dspark-reduced": ("dspark", "vllm", {"block_size": 3, "num_layers": 1, "draft_vocab_size": 1000}),
-    "lilicorr": ("lilicorr", "vllm", {"block_size": 4, "num_layers": 2, "lattice_hidden_size": 48}),
 }
 
 # Kinds that only vLLM's newer runner supports.
-BY_THE_NEWER_RUNNER = ("dflash2", "dspark", "lilicorr")
+BY_THE_NEWER_RUNNER = ("dflash2", "dspark")
 
 # Kinds for real llama.cpp.
 IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {

@@ -64,7 +64,6 @@ def test_weights_that_are_not_finite_in_the_targets_dtype_are_refused(
         ("dflash", {"block_size": 10**9}),
         ("dspark", {"block_size": 10**9}),
         ("dflash2", {"conv_kernel_size": 10**9}),
-        ("lilicorr", {"lattice_layers": 10**9}),
         ("pass_embeddings", {"num_masks": 10**9}),
         ("draft_model", {"draft_depth": 10**9}),
     ],

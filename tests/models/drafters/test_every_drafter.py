@@ -14,7 +14,6 @@ from support.drafter_cases import (
     BY_GROUPS,
     CASES,
     TARGET_LAYERS,
-    TINY,
     drafted_logits,
     group_hidden,
     options_of,
@@ -33,7 +32,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters.dflash import DFlashDrafter
-from draftsmith.models.drafters.dflash2 import CandidateDrafter
+from draftsmith.models.drafters.dflash2 import DFlash2Drafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.loss import LOSSES, loss_weights, smooth_l1
@@ -44,7 +43,7 @@ from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
-DEFAULTS = [(kind, TINY.get(kind, {})) for kind in drafter_kinds()]
+DEFAULTS = [(kind, dict[str, Any]()) for kind in drafter_kinds()]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 # With the variants of options in `make test` only.
 KINDS = [case if case in DEFAULTS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
@@ -120,7 +119,7 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter) ->
 @pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "attention" in options_of(kind)])
 def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
     """In the loss, its gradients and the drafts; one that is shorter changes all three."""
-    options = {**TINY.get(kind, {}), **({"prefix_attention": True} if kind == "hydra" else {})}
+    options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
     results, state = [], None
     for window in (None, 2 * LENGTH, 7):
         target, drafter = target_and_drafter(kind, {**options, "sliding_window": window})
@@ -239,8 +238,7 @@ def test_drafter_is_loaded_in_the_targets_dtype(kind: str, options: dict[str, An
     drafted = drafted_logits(loaded, decoder, ids_s, 8)
     assert drafted.dtype == torch.float32
     candidates = options.get("draft_vocab_size", VOCABULARY)
-    for option in ("selector_top_k", "lattice_top_k"):
-        candidates = getattr(loaded.config, option, candidates)
+    candidates = getattr(loaded.config, "selector_top_k", candidates)
     assert torch.isfinite(drafted).sum(-1).tolist() == [candidates] * len(drafted)
 
 
@@ -272,43 +270,8 @@ def test_every_parameter_gets_a_gradient_and_the_target_none(kind: str, options:
 
 def logits_of_head(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
     """Return the logits [B, G, S, V] for the loss, before a selector re-ranks them."""
-    plain = DFlashDrafter if isinstance(drafter, CandidateDrafter) else type(drafter)
+    plain = DFlashDrafter if isinstance(drafter, DFlash2Drafter) else type(drafter)
     return plain.group_logits(drafter, ids, features)
-
-
-def lattice_losses(
-    target: PreTrainedModel,
-    drafter: Any,
-    logits_gv: Tensor,
-    normed_gd: Tensor,
-    context_d: Tensor,
-    teacher_sd: Tensor,
-    labels: list[int],
-) -> list[Tensor]:
-    """Return one block's losses by label, with teacher features from its newest token on; 0 after a non-candidate."""
-    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.vocab.ids is None else drafter.vocab.ids
-    log_q, columns = logits_gv[:, kept].log_softmax(-1).topk(config.lattice_top_k)
-    candidates = kept[columns]
-    embedded = target.get_input_embeddings()(candidates)
-    scores_gkk = drafter.lilicorr(embedded[None], log_q[None], normed_gd[None], context_d[None])[0]
-    losses, before = list[Tensor](), 0
-    for depth, label in enumerate(labels):
-        names = candidates[depth].tolist()
-        if label not in names:
-            break
-        scores, place = scores_gkk[depth, before], names.index(label)
-        target_logits = target.lm_head(teacher_sd[depth])[names]
-        others = torch.cat([scores[:place], scores[place + 1 :]])
-        nats = -scores.log_softmax(-1)[place]
-        hinge = (config.lattice_margin - scores[place] + others.max()).clamp(min=0)
-        penalty = (scores.softmax(-1) * (target_logits[place] - target_logits).clamp(min=0)).sum()
-        losses.append(
-            config.lattice_ce_weight * nats
-            + config.lattice_margin_weight * hinge
-            + config.lattice_penalty_weight * penalty
-        )
-        before = place
-    return losses + [scores_gkk.new_zeros(())] * (len(labels) - len(losses))
 
 
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
@@ -321,8 +284,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     teacher = batch.get("teacher_features", features)
     hidden = group_hidden(drafter, ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
-    has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
-    needs_normed = selector is not None or has_lattice or drafter.needs_acceptance
+    needs_normed = selector is not None or drafter.needs_acceptance
     normed = drafter.norm(group_hidden(drafter, ids, features)) if needs_normed else None
     gates = None if selector is None else selector.hidden_projection(normed)
     says = drafter.confidence_head if drafter.needs_acceptance else None
@@ -332,11 +294,6 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     total = logits.new_zeros(())
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
         right, kept_on = list[bool](), 1.0
-        if has_lattice:
-            assert normed is not None
-            c = drafter.context_of(features[b, t - 1])
-            there = [label for label in labels[b, :, t].tolist() if label != -100]
-            chosen = lattice_losses(target, drafter, logits[b, :, t], normed[b, :, t], c, teacher[b, t:], there)
         for j, label in enumerate(labels[b, :, t].tolist()):
             if label == -100:
                 break
@@ -368,8 +325,6 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 said = says.proj.weight[0] @ torch.cat([normed[b, j, t], before]) + says.proj.bias[0]
                 nats = binary_cross_entropy_with_logits(said, acceptance)
                 further[j].append(kept_on * config.confidence_weight * nats)
-            if has_lattice:
-                further[j].append(kept_on * chosen[j])
     for share, of_head, of_others in zip(shares, means, further, strict=True):
         for part in (of_head, of_others):
             total = total + (share * torch.stack(part).mean() if part else 0.0)

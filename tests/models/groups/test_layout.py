@@ -59,7 +59,7 @@ def test_one_document_per_row_is_not_packed() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("dflash", {}), ("dflash2", {}), ("dspark", {}), ("lilicorr", {}), ("eagle3", WITHOUT), ("peagle", WITHOUT)],
+    [("dflash", {}), ("dflash2", {}), ("dspark", {}), ("eagle3", WITHOUT), ("peagle", WITHOUT)],
 )
 @pytest.mark.parametrize("documents", [1, 2])
 def test_documents_of_one_token_have_no_loss(kind: str, options: dict[str, Any], documents: int) -> None:

@@ -840,11 +840,9 @@ DRAFTERS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"fc_norm": True, "norm_output": True, "layers": "qwen3", "sliding_window": 9}),
     ("eagle_parallel", {"markov_rank": 5, "mask_residual": True}),
     ("hydra", {"prefix_attention": True}),
-    ("lilicorr", {"block_size": 4, "sliding_window": 7}),
     ("parallel", {"num_layers": 2, "mask_residual": True, "layers": "qwen3", "sliding_window": 20}),
     ("peagle", {"num_layers": 2, "first_token": False, "fc_norm": True}),
 ]
-TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}
 # Kinds whose rows only run through their layers, the final norm and the LM head, in this order.
 IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle", "eagle3", "eagle_parallel", "parallel", "peagle"}
 
@@ -900,7 +898,6 @@ def test_drafts_equal_those_of_unpacked_layers(
 ) -> None:
     """After a short prompt, and after one that is read in two calls."""
     monkeypatch.setattr(decoders, "MOST_CALL_ROWS", 64)
-    options = {**(TINY_LATTICE if kind == "lilicorr" else {}), **options}
     target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
     drafter = tiny_drafter_of(kind, target, **options).to(dtype).freeze()
     batch = random_batch(target, 1, 100, drafter)

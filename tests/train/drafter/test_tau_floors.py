@@ -40,7 +40,6 @@ FLOORS = {
     "eagle3": (1.59, 1.948),
     "eagle_parallel": (1.52, 1.774),
     "hydra": (1.66, 1.956),
-    "lilicorr": (1.82, 2.125),
     "medusa": (1.58, 1.810),
     "medusa2": (1.58, 1.812),
     "parallel": (1.4, 1.541),

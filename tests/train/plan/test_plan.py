@@ -162,12 +162,11 @@ def test_memory_adds_up_and_grows_with_labels(tmp_path: Path) -> None:
     assert fewer.target_flops == more.target_flops
 
 
-# One recipe of each family, and rare features: sequential depths, a lattice, heads, a LoRA.
+# One recipe of each family, and rare features: sequential depths, heads, a LoRA.
 COMPARED = (
     "llama3-8b-parallel",
     "llama3.1-8b-eagle3",
     "qwen3-30b-a3b-dflash",
-    "qwen3-8b-lilicorr",
     "smollm2-135m-parallel",
 )
 COMPARED_KINDS = ("medusa", "medusa2", "pass", "eagle", "hydra", "dflash2", "draft_model", "peagle")
