@@ -36,7 +36,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, exit_with_one_sentence
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
@@ -250,10 +249,9 @@ def same_draft_methods(draft: PreTrainedModel | None, gamma: int, workload: Work
 
 
 def get_ready(session: TargetSession, methods: list[Arm], workload: Workload) -> None:
-    """Compile everything and measure the costs of rounds before anything is timed."""
+    """Compile everything before anything is timed."""
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
-    measure_round_costs(session, methods, workload.prompts[0])
     if session.compiled is not None:
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)

@@ -20,15 +20,19 @@ from parts.timing import Work, benchmark_parser, in_turns, write_figures
 
 from draftsmith.errors import exit_with_one_sentence
 from draftsmith.eval.bench.bandwidth import WeightReading
-from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.session import TargetSession, open_session
-from draftsmith.eval.trees.verify import DraftTree
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 
 WARM_UP_TURNS = 3
 PROMPT_TOKENS = (64, 500)
+
+
+def bushy(size: int) -> TreeShape:
+    """Return a tree of `size` nodes with the root, with two children per node."""
+    return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
 
 
 def step_prices(

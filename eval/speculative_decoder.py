@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm, compile_decoder
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.method import Autoregressive
@@ -95,7 +94,6 @@ class SpeculativeDecoder:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
         self.session.check_room(prompt_ids, max_new_tokens)
-        measure_round_costs(self.session, [self.arm], prompt_ids)  # with the first prompt, once
         return self.arm.answer(self.session, prompt_ids, max_new_tokens, self.end_ids, on_round=on_round)
 
     def close(self) -> None:

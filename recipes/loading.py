@@ -305,6 +305,10 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
             return f"key {removal}"
         hint = did_you_mean(str(location[-1]), valid, f"valid keys there are {', '.join(sorted(valid))}")
         return f"unknown key `{key}`: {hint}"
+    if first["type"] == "literal_error":
+        named = ".".join(part for part in key.split(".") if not part.isdigit())
+        if removal := removal_of(named, str(first["input"])):
+            return f"key `{key}`: {removal}"
     if first["type"] == "missing":
         return f"key `{key}` is missing: add it"
     message = first["msg"].removeprefix("Value error, ")

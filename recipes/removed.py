@@ -21,6 +21,7 @@ REMOVED: dict[str, Removed] = {
     "drafter.options.teacher_mass": Removed("leave it out", unset=(True, False)),
     "drafter.options.loss=lk_alpha": Removed("use `tv`, also in the config.json of a drafter trained with it"),
     "drafter.options.loss=lk_lambda": Removed("use `kl`, also in the config.json of a drafter trained with it"),
+    "eval.methods.tree=adaptive": Removed("use `tree: tuned`, the fastest tree that `draftsmith tune` finds"),
     "compare --vary": Removed(
         'give each value with the recipe in quotes, as `draftsmith compare "quickstart drafter.options.num_masks=2"`'
     ),

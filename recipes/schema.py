@@ -421,12 +421,10 @@ class MethodConfig(Section):
     options: dict[str, Any] = Field(
         {}, description="options of the method that `kind` names; a trained drafter takes none"
     )
-    tree: Literal["chain", "static", "best_first", "adaptive", "tuned"] = Field(
+    tree: Literal["chain", "static", "best_first", "tuned"] = Field(
         "chain",
         description="shape of the draft trees. `chain`: one path; `static`: the fixed `paths`; `best_first`: the "
-        "most likely `nodes`; `adaptive`: the part of that tree which pays off in each round, by the drafter's "
-        "confidence and the measured costs; `tuned`: the tree that `draftsmith tune` found for this drafter on "
-        "this machine",
+        "most likely `nodes`; `tuned`: the tree that `draftsmith tune` found for this drafter on this machine",
     )
     max_depth: int | None = Field(
         None, ge=1, le=MOST_DEPTHS, description="most draft tokens along one path; by default all depths of the drafter"
@@ -435,13 +433,13 @@ class MethodConfig(Section):
         16,
         ge=1,
         le=MOST_NODES,
-        description="draft tokens in a best_first tree, the root not counted; for adaptive the largest number",
+        description="draft tokens in a best_first tree, the root not counted",
     )
     branch: int = Field(
         8,
         ge=1,
         le=MOST_NODES,
-        description="for best_first and adaptive trees: candidates considered at each depth, the most likely tokens",
+        description="for best_first trees: candidates considered at each depth, the most likely tokens",
     )
     paths: list[list[int]] | None = Field(
         None,
@@ -450,8 +448,7 @@ class MethodConfig(Section):
     )
     lookup: bool = Field(
         False,
-        description="for best_first and adaptive trees: also consider tokens that followed the same n-gram "
-        "earlier in the text",
+        description="for best_first trees: also consider tokens that followed the same n-gram earlier in the text",
     )
     lenience: float = Field(
         1.0,
@@ -465,19 +462,12 @@ class MethodConfig(Section):
         "user/repo@revision; by default the run's own",
     )
 
-    @property
-    def best_first(self) -> bool:
-        """Return whether its trees are the most likely paths, or a part of them."""
-        return self.tree in ("best_first", "adaptive")
-
     @model_validator(mode="after")
     def _check_tree_keys(self) -> "MethodConfig":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
-        if self.lookup and (self.kind != DRAFTER_KIND or not self.best_first):
-            raise ValueError("`lookup: true` goes with a drafter's `tree: best_first` or `adaptive` and with no other")
-        if self.tree == "adaptive" and self.kind != DRAFTER_KIND:
-            raise ValueError("`tree: adaptive` goes with `kind: drafter` and with no other")
+        if self.lookup and (self.kind != DRAFTER_KIND or self.tree != "best_first"):
+            raise ValueError("`lookup: true` goes with a drafter's `tree: best_first` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
             raise ValueError(
                 "leave `options` out: it is for methods of another `kind`; a drafter's options are stored with its "

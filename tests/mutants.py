@@ -105,13 +105,6 @@ MUTANTS = (
         "if tree.log_confidence is None:",
         "tests/eval/trees/test_path_lookup.py",
     ),
-    Mutant(
-        "a sampled tree cut by its own q",
-        "eval/trees/adaptive.py",
-        "if tree.q is not None or confidence is None:",
-        "if confidence is None:",
-        "tests/eval/trees/test_path_lookup.py",
-    ),
     # ---- the decoding loop ----
     Mutant(
         "the KV cache keeps the first nodes, not the path's",

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from parts.shapes import random_target
 from parts.timing import Work, wait
-from step_price import step_prices
+from step_price import bushy, step_prices
 from torch.autograd import DeviceType
 
 from draftsmith.eval.bench.bandwidth import WeightReading
-from draftsmith.eval.bench.costs import bushy, draft_seconds
 from draftsmith.eval.decoding.generate import Generation, decode_round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession, open_session
@@ -162,13 +161,20 @@ def draft_figures(step: Step, session: TargetSession, decoder: SequenceDecoder, 
             forwards than a round of the baseline does.
     """
     started = time.perf_counter()
-    draft_seconds(session, decoder, None, PROMPT, 12)
+    draft_seconds(session, decoder, 12)
     first_s = time.perf_counter() - started
-    draft_s = draft_seconds(session, decoder, None, PROMPT, step.size(48, 8))
+    draft_s = draft_seconds(session, decoder, step.size(48, 8))
     rounds = loop(step, session, build_tree_drafter(TREE, decoder, GREEDY))
     if baseline:
         rounds["loop_efficiency"] = rounds["forwards_share"] / baseline["forwards_share"]
     return {"first_s": first_s, "draft_ms": 1e3 * draft_s, "rounds": rounds}
+
+
+def draft_seconds(session: TargetSession, decoder: SequenceDecoder, new_tokens: int) -> float:
+    """Measure the mean seconds of a draft over an answer's rounds after the first."""
+    tree = MethodConfig(name="x", tree="best_first", nodes=12, branch=4)
+    answer = generate(session, build_tree_drafter(tree, decoder, GREEDY), PROMPT, GREEDY, new_tokens)
+    return answer.usual_draft_s / max(1, answer.rounds)
 
 
 def kernels(step: Step, work: Work, calls: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.bandwidth import WeightReading
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
@@ -113,7 +112,6 @@ class SpecBench:
             return
         for measured in methods:  # so that the compiled target returns the feature layers of all methods
             self.session.read_layers(measured.feature_layers)
-        measure_round_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         # Compiling itself must not be measured.
         compiled = self.session.compiled
         for question in self.questions[: max(warmup_questions, int(compiled is not None))]:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.commands.console import WordWrap, console, paste_as_one_message, read_message
 from draftsmith.eval.commands.demo import LEGEND, ColouredAnswer, is_cut
@@ -130,7 +129,6 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     answers: list[ChatAnswer] = []
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
-        measure_round_costs(session, methods, hello)
         for measured in methods:  # compile now: in the first answer it would lower the tokens/s
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)

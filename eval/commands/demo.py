@@ -17,7 +17,6 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
@@ -155,7 +154,6 @@ def demonstrate(
 
     with open_session(model, length, recipe.eval.compile) as session:
         with progress_bar(2, "warm up", "method") as progress:  # compiles the kernels of a round
-            measure_round_costs(session, methods, prompts[0])
             for measured in methods:
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()

@@ -502,9 +502,8 @@ def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
 
 
 def drafter_alone(method: MethodConfig) -> MethodConfig:
-    """Return the method without lookups, and best-first in place of adaptive: its tree depends on the drafter alone."""
-    tree = "best_first" if method.tree == "adaptive" else method.tree
-    return method.model_copy(update={"lookup": False, "tree": tree})
+    """Return the method without lookups: its tree depends on the drafter alone."""
+    return method.model_copy(update={"lookup": False})
 
 
 def recipe_of_drafter(folder: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
@@ -77,7 +76,6 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         open_session(target, length, recipe.eval.compile) as session,
         progress_bar(len(methods), "prove", "method") as progress,
     ):
-        measure_round_costs(session, methods, first_turns[0][1])
         for measured in methods:
             measured.generator.manual_seed(recipe.seed)
             name, sampling = measured.method.name, measured.sampling

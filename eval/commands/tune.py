@@ -1,9 +1,9 @@
 """`draftsmith tune`: find the fastest draft tree for this drafter on this machine.
 
-Chains, best-first trees of several sizes, with lookups and without, and adaptive trees, whose size changes every round,
-answer every other question in turns. After each turn the slower half is dropped, until `FINALISTS` are left, which
-answer all questions several times. The default is never dropped, so tuning never makes decoding slower than it. The
-fastest tree is written into the drafter's config, where `tree: tuned` finds it.
+Chains and best-first trees of several sizes, with lookups and without, answer every other question in turns. After each
+turn the slower half is dropped, until `FINALISTS` are left, which answer all questions several times. The default is
+never dropped, so tuning never makes decoding slower than it. The fastest tree is written into the drafter's config,
+where `tree: tuned` finds it.
 
 If the questions belong to several tasks, all tasks have equal weight, as in the headline of an evaluation: the fastest
 tree has the largest mean over tasks of its speed over the default's.
@@ -22,7 +22,6 @@ import torch
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.artifacts import resolve_tuned, tree_settings, write_tuned
@@ -43,7 +42,6 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 GREEDY = Sampling()
 SIZES = (2, 4, 8, 12, 15, 24, 48)  # nodes of best-first trees; 15 and the root are one tile of AMX
 MOST_BRANCH = 8
-ADAPTIVE_NODES = 32
 FINALISTS = 3  # in addition to the default
 
 
@@ -69,8 +67,6 @@ def candidates(deepest: int, is_stepwise: bool) -> list[MethodConfig]:
     values = [{"tree": "chain", **each} for each in [*chains, {}]]
     for each in trees:
         values += [{"tree": "best_first", "nodes": size, "branch": min(size, MOST_BRANCH), **each} for size in SIZES]
-    for each in trees[:2]:
-        values.append({"tree": "adaptive", "nodes": ADAPTIVE_NODES, "branch": MOST_BRANCH, **each})
     return [MethodConfig.model_validate({"name": "candidate", **each}) for each in values]
 
 
@@ -127,7 +123,7 @@ class Tuned:
 def describe(method: MethodConfig) -> str:
     """Describe a method's tree in words."""
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
-    size = f" of {method.nodes} nodes" if method.best_first else ""
+    size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
 
 
@@ -165,9 +161,6 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         found = candidates(deepest, isinstance(decoder, StepwiseDecoder))
         trees = [default, *(each for each in found if tree_settings(each) != tree_settings(default))]
         contest = [(tree, build_tree_drafter(tree, decoder, GREEDY)) for tree in trees]
-        costs = MeasuredCosts(session, prompts[0][1])
-        for _, drafting in contest:
-            costs.set_costs(drafting)
 
         def measure(questions: Sequence[tuple[str, list[int]]], turn: int = 0) -> list[Figures]:
             """Answer each question with all trees, one after the other, in rotating order."""

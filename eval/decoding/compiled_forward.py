@@ -12,14 +12,14 @@ Shapes: N nodes of padded trees, S columns that are attended to, F features, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.verify import BITS
+from draftsmith.eval.trees.verify import BITS, DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_rows
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
@@ -99,30 +99,18 @@ class CompiledForward:
             held.copy_(given)
         return self._kept(call)
 
-    def run_tree(
-        self,
-        tokens: Sequence[int],
-        depths: Sequence[int],
-        ancestors: Sequence[int],
-        length: int,
-        drafted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run a tree of the only sequence; logits [N, V] and features [N, F].
-
-        Args:
-            tokens, depths: [N].
-            ancestors: [N], see `TreeShape.ancestor_bits`; N is at most `BITS`.
-            length: Committed tokens.
-            drafted: Rows on the device that replace the first ones of these, of the nodes after the root.
+    def run_tree(self, tree: DraftTree, size: int, length: int) -> tuple[Tensor, Tensor]:
+        """Run a tree, padded to at most `BITS` nodes, after `length` tokens; logits [N, V] and features [N, F].
 
         Raises:
             UserError: The target cannot be compiled.
         """
-        size = len(tokens)
+        drafted, shape = tree.drafted, TreeShape.of((*tree.parents, *[0] * (size - len(tree))))
+        tokens = [*tree.tokens, *[0] * (size - len(tree.tokens))]
         call = self._static_call(self._tree_forward, True, size, lambda: [self._numbers(size)])
-        write_numbers(call.inputs[0], [tokens, depths, ancestors, [length] * size])
+        write_numbers(call.inputs[0], [tokens, shape.depths, shape.ancestor_bits, [length] * size])
         if drafted is not None:
-            call.inputs[0][: len(drafted), 1 : 1 + drafted.shape[1]].copy_(drafted)
+            call.inputs[0][0, 1 : 1 + len(drafted)].copy_(drafted)
         return self._kept(call)
 
     def _numbers(self, size: int) -> Tensor:

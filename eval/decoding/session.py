@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError, reason
 from draftsmith.eval.decoding.compiled_forward import CompiledForward, Compiler
-from draftsmith.eval.trees.verify import BITS, DeviceTokens, DraftTree, TreeShape, root_only, split_tokens
+from draftsmith.eval.trees.verify import BITS, DraftTree, TreeShape, root_only
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
@@ -246,11 +247,7 @@ class TargetSession:
         # Beyond a sliding window each type of layer has its own mask, for which no graph was compiled.
         num_rows, slides = sum(sizes), self._windows.reached(max(ends))
         size = 0 if self.compiled is None or slides else self.compiled.size_of(num_rows)
-        if size > num_rows:
-            number, last = trees[-1]
-            trees = [*trees[:-1], (number, _padded(last, size - num_rows))]
-        shapes = [(number, tree.shape if self.runs_in_one_call else tree.outline) for number, tree in trees]
-        positions = [lengths[number] + depth for number, shape in shapes for depth in shape.depths]
+        positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]
         logits, features = self._run(trees, positions, size, slides)
         if len(logits) == sizes[0]:
             return [self._step(logits, features)]
@@ -291,7 +288,7 @@ class TargetSession:
         cache, first, compiled = self.cache, trees[0][1], self.compiled if size else None
         if self.sequences == 1 and not slides and self.model.is_one_call(len(first)):
             return self.model.run_in_one_call(first.tokens, positions, cache.length, parents=first.parents)
-        if compiled is not None and (results := self._run_compiled(compiled, trees, positions)) is not None:
+        if compiled is not None and (results := self._run_compiled(compiled, trees, positions, size)) is not None:
             return results
         end = max(cache.lengths[number] + len(tree) for number, tree in trees)
         columns = cache.columns_of_first(end)
@@ -307,14 +304,19 @@ class TargetSession:
         return self.model.run(ids, positions_n, where, columns, mask)
 
     def _run_compiled(
-        self, compiled: CompiledForward, trees: Sequence[tuple[int, DraftTree]], positions: list[int]
+        self, compiled: CompiledForward, trees: Sequence[tuple[int, DraftTree]], positions: list[int], size: int
     ) -> tuple[Tensor, Tensor] | None:
         """Run as `_run` does; return None where the target cannot be compiled, and need not be."""
         cache, first = self.cache, trees[0][1]
         try:
-            if compiled.is_static and self.sequences == 1 and len(first) <= BITS:
-                shape, (tokens, drafted) = first.outline, split_tokens(first.tokens)
-                return compiled.run_tree(tokens, shape.depths, shape.ancestor_bits, cache.length, drafted)
+            if compiled.is_static and self.sequences == 1 and size <= BITS:
+                return compiled.run_tree(first, size, cache.length)
+            if (more := size - len(positions)) > 0:  # nodes which the tree's own do not see
+                number, last = trees[-1]
+                drafted = None if last.drafted is None else F.pad(last.drafted, (0, more))
+                tokens = last.tokens if drafted is not None else [*last.tokens, *[0] * more]
+                padded = DraftTree(tokens, TreeShape.of((*last.parents, *[0] * more)), drafted=drafted)
+                trees, positions = [*trees[:-1], (number, padded)], [*positions, *[cache.lengths[number] + 1] * more]
             end = max(cache.lengths[number] + len(tree) for number, tree in trees)
             columns = cache.capacity if compiled.is_static else cache.columns_of_first(end)
             ids, positions_n = self._numbers(trees, positions)
@@ -328,16 +330,12 @@ class TargetSession:
 
     def _numbers(self, trees: Sequence[tuple[int, DraftTree]], positions: list[int]) -> Tensor:
         """Return the tokens and the positions of all nodes, [2, N], on the device."""
-        parts = [split_tokens(tree.tokens) for _, tree in trees]
-        numbers = to_device([[token for known, _ in parts for token in known], positions], self.device)
-        first = 1
-        for (number, _), (known, drafted) in zip(trees, parts, strict=True):
-            if drafted is not None:
-                held = numbers[:, first : first + drafted.shape[1]]
-                held[: len(drafted)].copy_(drafted[:2])
-                if len(drafted) > 1:  # depths
-                    held[1] += self.cache.lengths[number]
-            first += len(known)
+        tokens = [token for _, tree in trees for token in (*tree.tokens, *[0] * (len(tree) - len(tree.tokens)))]
+        numbers, first = to_device([tokens, positions], self.device), 1
+        for _, tree in trees:
+            if tree.drafted is not None:
+                numbers[0, first : first + len(tree.drafted)].copy_(tree.drafted)
+            first += len(tree)
         return numbers
 
     @torch.inference_mode()
@@ -382,14 +380,7 @@ class TargetSession:
 
     def _bias(self, tree: DraftTree) -> Tensor:
         """Return the part [N, N] of the mask that is about the tree itself."""
-        tokens, shape = tree.tokens, tree.outline
-        if isinstance(tokens, DeviceTokens) and tokens.has_shape:
-            bits = torch.cat([tokens.rows.new_ones(1), tokens.rows[2]])
-            nodes = self._positions[: len(bits)]
-            attended = bits[:, None].bitwise_right_shift(nodes) & 1 == 1
-            closed = self._mask_buffer.new_full((len(tree), len(tree)), self._closed)
-            closed[: len(bits), : len(bits)].masked_fill_(attended, 0.0)  # padding sees the committed tokens alone
-            return closed
+        shape = tree.shape
         bias = self._bias_of.get(shape)
         if bias is None:
             if len(self._bias_of) >= MOST_SHAPES:
@@ -450,13 +441,3 @@ class TargetSession:
                 f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
                 "use target.attn_implementation=sdpa or eager, or a target without ALiBi"
             )
-
-
-def _padded(tree: DraftTree, nodes: int) -> DraftTree:
-    """Return the tree with `nodes` more nodes, which its other nodes do not see."""
-    tokens: Sequence[int]
-    if isinstance(tree.tokens, DeviceTokens):
-        tokens = DeviceTokens(tree.tokens.root, tree.tokens.rows, nodes)
-    else:
-        tokens = [*tree.tokens, *[0] * nodes]
-    return DraftTree(tokens, TreeShape.of((*tree.outline.parents, *[0] * nodes)))

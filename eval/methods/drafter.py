@@ -8,7 +8,6 @@ temperature:
     chain       most likely token          sampled from q
     static      ranks of each path         siblings sampled from their parent's q without replacement
     best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
-    adaptive    as many of them as pay     the same; `TreeDrafter` cuts the tree, see `adaptive.py`
 
 Shapes: G drafted depths, R rows, W nodes of a level, V vocabulary, V' columns of the drafter's logits, N tree nodes, P
 prompt, n newly committed tokens, F features.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,15 +25,11 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.path_search import MOST_NODES, LevelSearch, PathSearch
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
-    LONGEST_TREE_NODES,
     DrafterDecoder,
-    LevelDecoder,
     PathDecoder,
     SequenceDecoder,
     StepwiseDecoder,
@@ -53,20 +47,14 @@ def build_tree_drafter(
     decoder: SequenceDecoder,
     sampling: Sampling,
     generator: torch.Generator | None = None,
-    adaptive: AdaptiveTree | None = None,
 ) -> TreeDrafter:
     """Build the method of a drafter's decoder with the tree of a recipe's method.
-
-    Args:
-        adaptive: For `tree: adaptive`: what is known of earlier answers by this decoder. None: nothing.
 
     Raises:
         UserError: The static paths are no tree.
     """
-    adaptive = (adaptive or AdaptiveTree()) if recipe.tree == "adaptive" else None
-    builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    return TreeDrafter(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
+    return TreeDrafter(recipe.name, decoder, tree_builder(recipe, decoder), sampling, generator, lookup_nodes)
 
 
 class TreeDrafter(Method):
@@ -76,7 +64,6 @@ class TreeDrafter(Method):
         builder: Builder of the trees, for a decoder of this kind (see `tree_builder`).
         sampling: The target's sampling, applied to q too.
         lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
-        adaptive: Cutter of best-first trees; None: they stay whole.
     """
 
     def __init__(
@@ -87,35 +74,29 @@ class TreeDrafter(Method):
         sampling: Sampling,
         generator: torch.Generator | None = None,
         lookup_nodes: int = 0,
-        adaptive: AdaptiveTree | None = None,
     ) -> None:
         self.name = name
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
         self._lookup = PathLookup(sampling.temperature) if lookup_nodes else None
         self._lookup_nodes = lookup_nodes
-        self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
             self._lookup.start(prompt_ids)
-        if self.adaptive is not None:
-            self.adaptive.start()
         self.decoder.start(to_device(prompt_ids, features.device), features)
 
     def propose(self) -> DraftTree:
         tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
         if self._lookup is not None:
             tree = with_lookups(tree, self._lookup, self._lookup_nodes)
-        return tree if self.adaptive is None else self.adaptive.cut(tree)
+        return tree
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         super().observe(committed_ids, features)
         if self._lookup is not None:
             self._lookup.observe(committed_ids)
-        if self.adaptive is not None:
-            self.adaptive.observe(committed_ids)
         self.decoder.observe(to_device(committed_ids, features.device), features)
 
 
@@ -131,11 +112,8 @@ class TreeBuilder(Protocol):
         """Draft a tree with a decoder of the kind that the builder supports."""
 
 
-def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
+def tree_builder(method: MethodConfig, decoder: SequenceDecoder) -> TreeBuilder:
     """Return the builder for the tree of a recipe's method and a decoder of this kind.
-
-    Args:
-        adaptive: For `tree: adaptive`: decides how deep a tree is grown.
 
     Raises:
         UserError: The static paths are no tree.
@@ -143,13 +121,12 @@ def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: Adapt
     stepwise = isinstance(decoder, StepwiseDecoder)
     if method.paths is not None:
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
-    if method.best_first:
-        needs_host = method.lookup or adaptive is not None
+    if method.tree == "best_first":
         if not stepwise:
-            return BestFirstBuilder(method.nodes, method.branch, method.max_depth, needs_host)
+            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
         # If a level costs no forward, all of its nodes are expanded.
         beam = method.nodes if isinstance(decoder, PathDecoder) else method.branch
-        return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam, needs_host)
+        return BestFirstGrower(method.nodes, method.branch, method.max_depth, beam)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
 
 
@@ -170,10 +147,10 @@ class ChainBuilder:
             logits_gv = logits_gv[: self.max_depth]
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
-            return DraftTree(_with_root(root_token, columns.device_tokens(largest(logits_gv))), shape)
+            return DraftTree.of_drafted(root_token, columns.device_tokens(largest(logits_gv)), shape)
         q_gv = sampling.probabilities(logits_gv)
-        tokens = _with_root(root_token, columns.device_tokens(drawn(q_gv, generator)))
-        return DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
+        drafted, q = columns.device_tokens(drawn(q_gv, generator)), columns.widened(q_gv, 0.0)
+        return DraftTree.of_drafted(root_token, drafted, shape, _q_of_children(q, shape))
 
 
 @dataclass(frozen=True)
@@ -199,7 +176,7 @@ class ChainGrower:
             drafted.append(columns.device_tokens(chosen))
         # The leaf's row is not read.
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
-        return DraftTree(_with_root(root_token, torch.cat(drafted)), shape, q)
+        return DraftTree.of_drafted(root_token, torch.cat(drafted), shape, q)
 
 
 # ---- trees of a fixed shape ----
@@ -257,7 +234,7 @@ class StaticBuilder(StaticTree):
         if sampling.greedy:
             width, nodes = max(self.ranks) + 1, zip(shape.depths[1:], self.ranks[1:], strict=True)
             drafted = _chosen(logits_gv, width, [(depth - 1) * width + rank for depth, rank in nodes])
-            return DraftTree(_with_root(root_token, columns.device_tokens(drafted)), shape)
+            return DraftTree.of_drafted(root_token, columns.device_tokens(drafted), shape)
         # All parents at a depth may share the draws: what happens at one of them never depends on the draws of another
         # depth.
         q_gv = sampling.probabilities(logits_gv)
@@ -324,7 +301,7 @@ class StaticGrower(StaticTree):
             width = 1 + max(rank for _, rank in children)
             chosen = _chosen(logits, width, [row * width + rank for row, rank in children])
             drafted.append(decoder.columns.device_tokens(chosen))
-        return DraftTree(_with_root(root_token, torch.cat(drafted)), shape)
+        return DraftTree.of_drafted(root_token, torch.cat(drafted), shape)
 
 
 # ---- the most likely trees ----
@@ -332,19 +309,11 @@ class StaticGrower(StaticTree):
 
 @dataclass(frozen=True)
 class BestFirstBuilder:
-    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`.
-
-    At T = 0 `PathSearch` finds the same tree on a GPU, up to which of equally likely paths it has.
-
-    Args:
-        needs_host: Whether the tree's shape and confidence are read before it is verified, so that a GPU's logits are
-            searched on the host too.
-    """
+    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`."""
 
     nodes: int
     branch: int
     max_depth: int | None = None
-    needs_host: bool = False
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -352,20 +321,10 @@ class BestFirstBuilder:
         logits_gv = decoder.draft()
         if self.max_depth is not None:
             logits_gv = logits_gv[: self.max_depth]
-        if _stays_on_gpu(self, logits_gv, sampling):
-            num_depths, width = len(logits_gv), min(self.branch, logits_gv.shape[-1])
-            search = PathSearch.of(self.nodes, width, num_depths, logits_gv.device)
-            return search.tree(root_token, logits_gv, decoder.columns)
         scaled_gv = logits_gv if sampling.greedy else sampling.scaled(logits_gv)
         drafted, parents, log_confidence = best_first(scaled_gv, self.branch, self.nodes)
         tokens = [root_token, *decoder.columns.tokens(drafted)]
         return DraftTree(tokens, TreeShape.of((-1, *parents)), log_confidence=[0.0, *log_confidence])
-
-
-def _stays_on_gpu(builder: BestFirstBuilder | BestFirstGrower, logits: Tensor, sampling: Sampling) -> bool:
-    """Return whether a tree is found on the GPU of the logits, for the host to read with the verdict."""
-    is_small = builder.nodes <= MOST_NODES
-    return logits.device.type == "cuda" and sampling.greedy and is_small and not builder.needs_host
 
 
 @dataclass(frozen=True)
@@ -377,24 +336,18 @@ class BestFirstGrower:
     2. Reranking: the `nodes` most confident of all candidates stay.
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
-    the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it. At
-    T = 0 `LevelSearch` finds the same nodes on a GPU, where all levels are drafted, and the host waits for none.
+    the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it.
 
     Args:
-        adaptive: Number of nodes that are worth verifying, to which the tree is cut after every level, so that nothing
-            is drafted below nodes that would be cut; and whether another level is worth its forward. None: no cuts.
         beam: Number of nodes of a level to expand. With `nodes` of them the tree is
             the best under q with at most `branch` children per node: a heap finds the same with a call per
             node, here it takes one per level.
-        needs_host: As in `BestFirstBuilder`.
     """
 
     nodes: int
     branch: int
     max_depth: int | None = None
-    adaptive: AdaptiveTree | None = None
     beam: int | None = None
-    needs_host: bool = False
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -406,11 +359,6 @@ class BestFirstGrower:
         frontier, beam = [0], self.branch if self.beam is None else self.beam
         num_depths = min(decoder.num_depths, self.max_depth or decoder.num_depths)
         logits = decoder.begin()
-        if _stays_on_gpu(self, logits, sampling) and isinstance(decoder, LevelDecoder):
-            width = min(self.branch, logits.shape[-1])
-            search = LevelSearch.of(self.nodes, width, beam, num_depths, logits.device)
-            if search.rows <= LONGEST_TREE_NODES:
-                return search.tree(root_token, logits, decoder)
         for depth in range(num_depths):
             if depth > 0:
                 above = [decoder_index[parents[node]] for node in frontier]
@@ -429,13 +377,9 @@ class BestFirstGrower:
                         costs.append(costs[node] - log_q)
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self.nodes]
-            if self.adaptive is not None:
-                best = best[: self.adaptive.num_worth_keeping([-costs[node] for node in best])]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self.nodes - 1] if node >= first_new][:beam]
             if not frontier:
-                break
-            if self.adaptive is not None and not self.adaptive.level_pays_off([-costs[node] for node in frontier]):
                 break
         # In the order of arrival: level by level, so that shapes recur.
         nodes = [0, *sorted(best)]
@@ -449,12 +393,6 @@ class BestFirstGrower:
 def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
     """Return the columns at some places of the `width` most likely ones of all rows, in one row, on the device."""
     return logits.topk(width, dim=-1).indices.flatten().index_select(0, to_device(places, logits.device))
-
-
-def _with_root(root_token: int, drafted: Tensor) -> Sequence[int]:
-    """Return the tokens of a tree of the root and these tokens [N-1]; those on a GPU stay there."""
-    on_host = drafted.device.type == "cpu"
-    return [root_token, *drafted.tolist()] if on_host else DeviceTokens(root_token, drafted)
 
 
 def most_likely(

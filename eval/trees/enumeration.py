@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, walk
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, walk
 from draftsmith.models.sampling import Sampling
 
 V = 4
@@ -72,7 +73,7 @@ def every_verification(
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
-        verification = walk(tree, logits, sampling, chooser, lenience)
+        verification = walk(replace(tree), logits, sampling, chooser, lenience)
         scripts += chooser.branches
         yield chooser.probability, verification
 
@@ -92,7 +93,7 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor], on_device:
     """Yield every tree of this shape with siblings drawn without replacement from the q of their parent's depth.
 
     Args:
-        on_device: Whether the drafted tokens, of a chain, are `DeviceTokens`.
+        on_device: Whether the drafted tokens, of a chain, are read with the verdict, as from a GPU.
     """
     shape = TreeShape.of(parents)
     families = [node for node in range(len(shape)) if shape.children[node]]
@@ -103,8 +104,10 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor], on_device:
             weight *= probability
             for child, value in zip(shape.children[node], values, strict=True):
                 tokens[child] = value
-        given = DeviceTokens(tokens[0], torch.tensor(tokens[1:])) if on_device else tokens
-        yield weight, DraftTree(given, shape, q_rows)
+        if on_device:
+            yield weight, DraftTree(tokens[:1], shape, q_rows, drafted=torch.tensor(tokens[1:]))
+        else:
+            yield weight, DraftTree(tokens, shape, q_rows)
 
 
 def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
@@ -132,10 +135,12 @@ def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor
     """
     joint = torch.zeros(V, V, dtype=torch.float64)
     for weight, tree in trees:
-        contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
+        known = replace(tree)
+        known.read(torch.empty(0, dtype=torch.int64))
+        contexts = [tuple(known.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
         logits = torch.stack([target_logits.get(context, torch.zeros(V).double()) for context in contexts])
         for probability, verification in every_verification(tree, logits, sampling):
-            committed = verification.committed(tree)
+            committed = verification.committed(known)
             if len(committed) == 1:
                 joint[committed[0]] += weight * probability * sampling.probabilities(target_logits[committed[0],])
             else:

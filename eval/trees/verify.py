@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -124,106 +124,57 @@ class TreeShape:
         return path[::-1]
 
 
-class DeviceTokens(Sequence[int]):
-    """Tokens [N] of a draft tree, of which the drafted ones are on the device until the host reads one of them.
-
-    Args:
-        root: The token of node 0.
-        drafted: Of the n nodes after it, int64: tokens [n]; or, of a tree whose topology is on the device too, tokens,
-            depths and ancestors [3, n]. These are `TreeShape.ancestor_bits`; a node without the root's bit is run
-            through the target but never accepted, and so are the nodes after it.
-        padding: Number of further nodes, of token 0.
-    """
-
-    def __init__(self, root: int, drafted: Tensor, padding: int = 0) -> None:
-        self.root, self.rows, self.padding = root, drafted if drafted.dim() == 2 else drafted[None], padding
-        self._on_host: list[int] | None = None
-        self._shape: TreeShape | None = None
-
-    @property
-    def drafted(self) -> Tensor:
-        """Return the tokens [n] of the nodes after the root."""
-        return self.rows[0]
-
-    @property
-    def has_shape(self) -> bool:
-        """Return True if the tree's topology is on the device too."""
-        return len(self.rows) > 1
-
-    @property
-    def shape(self) -> TreeShape:
-        """Return the topology that is on the device, and read the tokens with it."""
-        if self._shape is None:
-            self.read_with(self.drafted[:0])
-        assert self._shape is not None
-        return self._shape
-
-    def read_with(self, numbers: Tensor) -> list[int]:
-        """Copy tokens and topology to the host, together with int64 numbers [m] of the device; return these."""
-        drafted = len(self.drafted)
-        read = torch.cat([self.drafted, *self.rows[2:], numbers]).tolist()
-        self._on_host = [self.root, *read[:drafted], *[0] * self.padding]
-        if self.has_shape:
-            ancestors = read[drafted : 2 * drafted]
-            # The parent is the last of the ancestors before the node.
-            parents = (max(0, (bits & (1 << node) - 1).bit_length() - 1) for node, bits in enumerate(ancestors, 1))
-            num_candidates = next((node for node, bits in enumerate(ancestors, 1) if not bits & 1), None)
-            self._shape = TreeShape.of((-1, *parents), num_candidates)
-        return read[len(read) - len(numbers) :]
-
-    def __len__(self) -> int:
-        return 1 + len(self.drafted) + self.padding
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._on_host is None:
-            self.read_with(self.drafted[:0])
-        assert self._on_host is not None
-        return self._on_host[index]
-
-
-def split_tokens(tokens: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
-    """Return the tokens [N] that the host knows, 0 for others, and the rows of `DeviceTokens`, after the root."""
-    if isinstance(tokens, DeviceTokens):
-        return [tokens.root] + [0] * (len(tokens) - 1), tokens.rows
-    return tokens, None
-
-
 @dataclass(slots=True)
 class DraftTree:
     """A draft tree: a token for every node of a shape.
 
     Args:
-        tokens: [N] token ids, a list, or `DeviceTokens` (if they were sampled, of a chain alone); tokens[0] is the last
-            committed token.
-        outline: The topology. If that is on the device: any one of as many nodes that is at least as deep.
+        tokens: [N] token ids; tokens[0] is the last committed token. While `drafted` is not read: that one alone.
+        shape: The topology.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
         draws: [N], or None. For each node its independent draws in order, as (child, row of q), if the children come
             from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
         log_confidence: [N], or None if the builder does not know it. The drafter's log probability of the path to each
             node: the N' best nodes are the best tree of N' nodes.
+        drafted: [N-1] int64, the tokens after the root, which are still on a GPU until `read`; None: `tokens` has them.
+
+    Raises:
+        ValueError: The tokens do not fit the shape, or a sampled tree that is no chain has tokens on a GPU.
     """
 
-    tokens: Sequence[int]
-    outline: TreeShape
+    tokens: list[int]
+    shape: TreeShape
     q: Tensor | None = None
     log_confidence: list[float] | None = None
     draws: list[list[tuple[int, int]]] | None = None
+    drafted: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.outline):
-            raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.outline)} nodes")
-        if self.q is not None and isinstance(self.tokens, DeviceTokens) and self.outline.max_depth + 1 != len(self):
+        num_tokens = len(self.tokens) + (0 if self.drafted is None else len(self.drafted))
+        if num_tokens != len(self.shape):
+            raise ValueError(f"{num_tokens} tokens do not fit a tree of {len(self.shape)} nodes")
+        if self.q is not None and self.drafted is not None and self.shape.max_depth + 1 != len(self):
             raise ValueError("of sampled trees only chains may leave their tokens on the device")
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    @staticmethod
+    def of_drafted(root_token: int, drafted: Tensor, shape: TreeShape, q: Tensor | None = None) -> DraftTree:
+        """Return the tree of a root and drafted tokens [N-1]; those on a GPU stay there."""
+        if drafted.device.type == "cpu":
+            return DraftTree([root_token, *drafted.tolist()], shape, q)
+        return DraftTree([root_token], shape, q, drafted=drafted)
 
-    @property
-    def shape(self) -> TreeShape:
-        """Return the topology; the host waits for it, and for the tokens, if it is on the device and not read yet."""
-        tokens = self.tokens
-        return tokens.shape if isinstance(tokens, DeviceTokens) and tokens.has_shape else self.outline
+    def read(self, numbers: Tensor) -> list[int]:
+        """Return int64 numbers [m] of the device; `tokens` are copied to the host with them, in the same wait."""
+        if self.drafted is None:
+            return numbers.tolist()
+        drafted = len(self.drafted)
+        known = torch.cat([self.drafted, numbers]).tolist()
+        self.tokens, self.drafted = [*self.tokens, *known[:drafted]], None
+        return known[drafted:]
+
+    def __len__(self) -> int:
+        return len(self.shape)
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -240,7 +191,7 @@ class DraftTree:
 
     def cut_to_depth(self, max_depth: int) -> DraftTree:
         """Return the tree without the nodes deeper than `max_depth`."""
-        if self.outline.max_depth <= max_depth:
+        if self.shape.max_depth <= max_depth:
             return self
         return self.cut_to([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
@@ -248,17 +199,16 @@ class DraftTree:
         """Return the tree of these nodes alone, which must be ascending and include all their parents."""
         if len(nodes) == len(self):
             return self
-        tokens: Sequence[int]
-        if isinstance(self.tokens, DeviceTokens) and not self.tokens.has_shape:
-            places = to_device([node - 1 for node in nodes[1:]], self.tokens.drafted.device)
-            tokens = DeviceTokens(self.tokens.root, self.tokens.drafted.index_select(0, places))
-        else:
+        shape, drafted = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates), self.drafted
+        if drafted is None:
             tokens = [self.tokens[node] for node in nodes]
-        shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)
+        else:
+            tokens = self.tokens
+            drafted = drafted.index_select(0, to_device([node - 1 for node in nodes[1:]], drafted.device))
         confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
         if self.draws is None:
             q = None if self.q is None else self.q.index_select(0, to_device(nodes, self.q.device))
-            return DraftTree(tokens, shape, q, confidence)
+            return DraftTree(tokens, shape, q, confidence, drafted=drafted)
         new_index = {node: index for index, node in enumerate(nodes)}
         draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in nodes]
         return DraftTree(tokens, shape, self.q, confidence, draws)
@@ -326,10 +276,9 @@ def verify(
     """
     if not sampling.greedy:
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
+    best = tree.read(largest(logits))
     if lenience < 1:
         return _verify_greedy_leniently(tree, logits, lenience)
-    best_n, tokens = largest(logits), tree.tokens
-    best = tokens.read_with(best_n) if isinstance(tokens, DeviceTokens) else best_n.tolist()
     return follow(tree, best.__getitem__)
 
 
@@ -369,8 +318,8 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
     """
     if tree.q is None and lenience == 1:
         return follow(tree, lambda node: int(chooser.draw(sampling.probabilities(logits[node]))))
-    if isinstance(tree.tokens, DeviceTokens) and tree.q is not None:
-        return _walk_chain(tree.tokens, tree.q, logits, sampling, chooser, lenience)
+    if tree.drafted is not None and tree.q is not None:
+        return _walk_chain(tree, tree.drafted, tree.q, logits, sampling, chooser, lenience)
     path = [0]
     while True:
         node = path[-1]
@@ -392,10 +341,16 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
 
 
 def _walk_chain(
-    tokens: DeviceTokens, q_nv: Tensor, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float
+    tree: DraftTree,
+    drafted_g: Tensor,
+    q_nv: Tensor,
+    logits: Tensor,
+    sampling: Sampling,
+    chooser: Chooser,
+    lenience: float,
 ) -> Verification:
     """Verify a sampled chain as `walk` does, but all nodes in one pass, so that the host waits once."""
-    drafted_g1 = tokens.drafted[:, None]
+    drafted_g1 = drafted_g[:, None]
     p_nv = sampling.probabilities(logits)
     q_nv = q_nv.to(p_nv.dtype)
     # 1. Of every node as in `walk`; the first rejection ends the path.
@@ -405,7 +360,7 @@ def _walk_chain(
     # 2. and 3. The residual at the path's end, or p if nothing was rejected.
     p_v, q_v = (part.index_select(0, length_1)[0] for part in (p_nv, q_nv))
     next_1 = chooser.draw(torch.where(length_1 < len(drafted_g1), _residual(p_v, q_v, -1), p_v)).view(1)
-    length, next_token = tokens.read_with(torch.cat([length_1, next_1]))
+    length, next_token = tree.read(torch.cat([length_1, next_1]))
     return Verification(list(range(length + 1)), next_token)
 
 

@@ -121,18 +121,6 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
 
 
 @runtime_checkable
-class LevelDecoder(StepwiseDecoder, Protocol):
-    """A `StepwiseDecoder` that on a GPU adds nodes which the host does not know."""
-
-    def expand_level(self, nodes_2w: Tensor) -> Tensor:
-        """Add W nodes below those of the last level; fp32 logits [W, V'] of their children.
-
-        Args:
-            nodes_2w: Tokens and parents, numbered as in `expand`, int64 on the decoder's device.
-        """
-
-
-@runtime_checkable
 class Compilable(Protocol):
     """A decoder whose rounds `torch.compile` can run."""
 
@@ -418,10 +406,6 @@ class PathDecoder:
         tokens_w, depths_w = with_tokens(tokens, self._device, depths)
         return self._after(tokens_w, depths_w)
 
-    def expand_level(self, nodes_2w: Tensor) -> Tensor:
-        """Expand as `LevelDecoder` does: only a node's token and depth count."""
-        return self.expand(nodes_2w[0], [len(self._depths) - 1] * nodes_2w.shape[1])
-
     def _draft(self) -> None:
         """Run the one forward, and keep what `_after` reads."""
         raise NotImplementedError
@@ -582,10 +566,6 @@ class TreeDecoder(CachedDecoder):
             self._backend = None
         rows = with_tokens(tokens, self._device, parents, [first] * nodes, [self._cache.length] * nodes)
         return self._level_forward()(torch.stack(rows))
-
-    def expand_level(self, nodes_2w: Tensor) -> Tensor:
-        """Expand as `LevelDecoder` does; the tree's parents on the host are only of the right depth."""
-        return self.expand(nodes_2w, [len(self._tree.depths) - 1] * nodes_2w.shape[1])
 
     def _level_forward(self) -> Callable[[Tensor], Tensor]:
         """Return a function of tokens, parents, first node and length, [4, W]; it may be compiled."""

@@ -246,10 +246,6 @@ class HydraDecoder:
         each = zip(tokens, parents, strict=True)
         return torch.cat([self.expand([token], [parent]).clone() for token, parent in each])
 
-    def expand_level(self, nodes_2w: Tensor) -> Tensor:
-        """Expand as `LevelDecoder` does."""
-        return self.expand(nodes_2w, [len(self._depths) - 1] * nodes_2w.shape[1])
-
     def _level(self, tokens: list[int] | Tensor, parents: list[int], depths: list[int]) -> Tensor:
         """Add new nodes of one depth; return fp32 logits [W, V'] of their children."""
         nodes, first, depth, device = len(parents), len(self._depths), depths[0], self._drafter.device

@@ -35,3 +35,9 @@ def test_removed_keys_that_changed_nothing_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("extends: quickstart\nname: resolved\neval: {old_key: 3}\n", encoding="utf-8")
     assert load_recipe(file).name == "resolved"
+
+
+def test_removed_values_of_lists_say_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(removed.REMOVED, "eval.methods.tree=old", Removed("use chain"))
+    with pytest.raises(UserError, match=r"key `eval.methods.0.tree`: `old` was removed: use chain"):
+        load_recipe("quickstart", ["eval.methods=[{name: a, tree: old}]"])

@@ -45,7 +45,7 @@ TREES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
     "static": {"tree": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
-    "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
+    "lookup": {"tree": "best_first", "nodes": 9, "branch": 3, "lookup": True},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -75,7 +75,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftsmith.eval.commands.tune.load_models", watched)
-        patch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
         tuned = tune(recipe, questions=1, new_tokens=12, turns=1)
     proof = prove(recipe, prompts=3, samples=2, new_tokens=16)
     card = (RunFolder(recipe).drafter / "README.md").read_text()

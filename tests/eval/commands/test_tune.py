@@ -14,10 +14,10 @@ from draftsmith.recipes.schema import MethodConfig
 def test_compared_trees() -> None:
     """Without a cost per depth a shallower tree saves nothing; a chain does, as fewer tokens are verified."""
     shapes = [describe(each) for each in candidates(5, is_stepwise=False)]
-    assert len(shapes) == len(set(shapes)) == 20
+    assert len(shapes) == len(set(shapes)) == 18
     chains = ["chain to depth 1", "chain to depth 2", "chain to depth 3", "chain"]
     assert shapes[:5] == [*chains, "best_first of 2 nodes"]
-    assert shapes[-2:] == ["adaptive of 32 nodes", "adaptive of 32 nodes with lookups"]
+    assert shapes[-1] == "best_first of 48 nodes with lookups"
     stepwise = {describe(each) for each in candidates(5, is_stepwise=True)}
     assert len(stepwise - set(shapes)) == 7
     assert "best_first of 8 nodes to depth 3" in stepwise

@@ -29,9 +29,7 @@ from draftsmith.eval.methods.drafter import (
     TreeBuilder,
     TreeDrafter,
 )
-from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees import verify as verify_module
-from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
@@ -167,7 +165,6 @@ BUILDERS: dict[str, TreeBuilder] = {
     "chain": ChainBuilder(),
     "static, top-k": StaticBuilder([[0], [1], [0, 0]]),
     "best_first": BestFirstBuilder(nodes=4, branch=2),
-    "adaptive": BestFirstBuilder(nodes=4, branch=2),
     "grown chain": ChainGrower(),
     "grown static": StaticGrower([[0], [1], [0, 0]]),
     "grown best_first": BestFirstGrower(nodes=4, branch=2),
@@ -230,8 +227,7 @@ def enumerate_answers(
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact for all answers over up to two rounds, or four of deterministic trees. Some adapt from round two on."""
-    monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 1)
+    """Exact for all answers over up to two rounds, or four of deterministic trees."""
     sampling, builder = Sampling(0.8, top_k=2 if "top-k" in name else 0), BUILDERS[name]
     columns = TokenColumns(torch.tensor([0, 2]), SMALL_V) if "two tokens" in name else ALL_TOKENS
     new_tokens = 5 if isinstance(builder, BestFirstBuilder | BestFirstGrower) else 3
@@ -243,8 +239,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: p
         decoder: Any = TableDecoder(drafts, DEPTHS, columns)
         if isinstance(builder, ChainBuilder | StaticBuilder | BestFirstBuilder):
             decoder = DepthsDecoder(torch.stack([drafts[()], drafts[0,]]))
-        adaptive = AdaptiveTree(RoundCosts(((1, 1.0), (2, 1.3), (5, 3.0)), 0.1)) if name == "adaptive" else None
-        method = TreeDrafter("noisy", decoder, builder, sampling, adaptive=adaptive)
+        method = TreeDrafter("noisy", decoder, builder, sampling)
         session: Any = TableSession(target)
         return generate(session, method, PROMPT, sampling, new_tokens, on_round=lambda r: sizes.add(len(r.tree))).ids
 

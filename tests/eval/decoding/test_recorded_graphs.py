@@ -4,7 +4,6 @@ A replay runs the recorded function again into the memory of its first results, 
 are not counted, and nothing is compiled.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,12 +87,11 @@ def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog
     assert isinstance(decoder, Compilable)
     decoder.compile()
     levels = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else 1
-    method, rounds, outlines = tree_method(decoder, tree), list[Any](), list[int]()
+    method, rounds = tree_method(decoder, tree), list[Any]()
 
     def count(round_: Round) -> None:
         waits = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR] + GhostDevice.of("back")
         rounds.append((len(replays), waits, GhostDevice.of("launch")))
-        outlines.append(round_.tree.outline.max_depth)
         GhostDevice.forget()
         replays.clear()
         GhostDevice.counting = True
@@ -105,17 +103,16 @@ def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog
             GhostDevice.counting = False
     assert (answer.ids, answer.accept_lengths) == (plain.ids, plain.accept_lengths)
     assert "running" not in caplog.text
-    # A draft is a graph a level, and verification one. Its tree is waited for only where the answer's end may cut it.
-    done = itertools.accumulate(answer.accept_lengths, initial=1)
-    for (graphs, waits, launches), tokens in list(zip(rounds, done, strict=False))[1:]:
-        assert waits == (1 if tree == "chain" or 12 - tokens - 1 >= max(outlines) else 2)
+    # A draft is a graph a level, and verification one. A best-first tree is read once for each of its levels.
+    for graphs, waits, launches in rounds[1:]:
         if isinstance(decoder, PathDecoder):  # its one forward is a graph; what makes paths of it is not recorded
             assert graphs == 2
             continue
-        assert graphs == levels + 1
-        # Of a chain a level's tokens are chosen and copied to the next. A tree's search is 15 operations, or 8 a level
-        # and 21; a path that is moved in the cache is six.
-        assert launches <= (3 * graphs + 2 if tree == "chain" else 11 * graphs + 6)
+        assert graphs == levels + 1 if tree == "chain" else graphs <= levels + 1
+        assert waits == (1 if tree == "chain" else graphs)
+        # Of a chain a level's tokens are chosen and copied to the next. Of a best-first tree a level's most likely
+        # tokens are six operations, as is a path that is moved in the cache.
+        assert launches <= (3 * graphs + 2 if tree == "chain" else 7 * graphs + 6)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 It does not measure the cost of a wait: 10 to 20 us, in rounds of 10 to 30 ms for a target of 8B.
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.decoding.decoders import LevelDecoder, SequenceDecoder, StepwiseDecoder
+from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
 
 PROMPT = [5, 9, 33, 12, 40, 7]
@@ -31,13 +30,10 @@ FEW_FIRST = [
 ]
 
 
-def count_waits(
-    method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling
-) -> tuple[float, float, Any, float]:
+def count_waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float, Any]:
     """Return a round's waits for results of the device and for copies to it, with the prompt, without the end.
 
-    And the answer with its draft trees, and the share of rounds near the answer's end: a tree may be deeper than the
-    answer has room.
+    And the answer with its draft trees.
     """
     generator, rounds = torch.Generator(), list[Round]()
     with TargetSession(target, 64, layers) as session:
@@ -58,16 +54,13 @@ def count_waits(
     assert answer.rounds >= 3
     back = GhostDevice.of("back") - 2  # the first token, and the end of the answer for timing
     sent = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR]
-    deepest = max(round_.tree.outline.max_depth for round_ in rounds)
-    done = itertools.accumulate(answer.accept_lengths, initial=1)
-    late = sum(12 - tokens - 1 < deepest for tokens in list(done)[:-1])
     trees = [[round_.tree.tokens[0], *paths_in(round_.tree)] for round_ in rounds]
-    return back / answer.rounds, sent / answer.rounds, (answer.ids, trees), late / answer.rounds
+    return back / answer.rounds, sent / answer.rounds, (answer.ids, trees)
 
 
 def waits_and_calls(
     kind: str, tree: str, sampling: Sampling, device: str = "cuda:0"
-) -> tuple[float, float, Any, float, SequenceDecoder]:
+) -> tuple[float, float, Any, SequenceDecoder]:
     """Return what `count_waits` does, and the drafter's decoder."""
     with ghost_device():
         target = tiny_target(num_hidden_layers=4)
@@ -83,24 +76,16 @@ def waits_and_calls(
 def test_a_greedy_round_waits_once_unless_its_tree_is_made_on_the_host(kind: str, tree: str) -> None:
     """Then for its draft once, or once a level, too; and nobody waits for what is sent to the device.
 
-    A tree that may be cut at the answer's end is read before. Trees and answer are those of a CPU; nodes of trees grown
-    on the device are ordered by confidence, so that those without probability come last.
+    Trees and answer are those of a CPU.
     """
-    back, sent, (ids, trees), late, decoder = waits_and_calls(kind, tree, Sampling())
+    back, sent, (ids, trees), decoder = waits_and_calls(kind, tree, Sampling())
     levels = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else 1
     if tree in ("chain", "static"):
         assert back == 1
-    elif tree == "best_first" and (levels == 1 or isinstance(decoder, LevelDecoder)):
-        assert 0 < late < 1
-        assert back == pytest.approx(1 + late)
     else:
         assert back == 2 if levels == 1 else 2 < back <= levels + 1
     assert sent == 0
-    wanted_ids, wanted = waits_and_calls(kind, tree, Sampling(), "cpu")[2]
-    assert ids == wanted_ids
-    for (root, *paths), (wanted_root, *wanted_paths) in zip(trees, wanted, strict=True):
-        assert root == wanted_root
-        assert paths == wanted_paths if levels == 1 else sorted(paths) == sorted(wanted_paths)
+    assert (ids, trees) == waits_and_calls(kind, tree, Sampling(), "cpu")[2]
 
 
 @pytest.mark.parametrize("kind", FEW_FIRST)
@@ -115,7 +100,7 @@ def test_a_sampled_tree_waits_for_every_draw_that_is_tried() -> None:
     assert sent == 0
 
 
-@pytest.mark.parametrize("tree", ["best_first", "adaptive"])
+@pytest.mark.parametrize("tree", ["best_first", "lookup"])
 def test_a_deterministic_tree_at_t_1_waits_for_the_draft_and_each_committed_token(tree: str) -> None:
     back, sent, (ids, trees), *_ = waits_and_calls("parallel", tree, Sampling(1.0))
     assert back == pytest.approx(1 + (len(ids) - 1) / len(trees))
@@ -128,7 +113,7 @@ def test_two_sequences_run_trees_whose_tokens_are_on_host_and_device() -> None:
     with ghost_device():
         target = tiny_target().to("cuda:0")
         drafted = torch.tensor([[3, 20], [21, 22]]).to("cuda:0")
-        on_device = [(n, DraftTree(DeviceTokens(tree.tokens[0], drafted[n]), shape)) for n, tree in on_host]
+        on_device = [(n, DraftTree(tree.tokens[:1], shape, drafted=drafted[n])) for n, tree in on_host]
         with TargetSession(target, 64, sequences=2) as session:
             for session.current in (0, 1):
                 session.prefill(PROMPT[session.current :])

@@ -18,8 +18,6 @@ from draftsmith.eval.methods.drafter import (
     StaticGrower,
     draw_without_replacement,
 )
-from draftsmith.eval.trees import adaptive
-from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -77,19 +75,6 @@ def test_best_first_by_hand() -> None:
     # No node below the last of two, or below the only one, can stay, so there is no call for them.
     assert paths(2, 2) == ([(0,), (1,)], [1])
     assert paths(1, 2) == ([(0,)], [])
-
-
-def test_nodes_that_would_not_be_verified_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node needs a probability of 0.1 / 1.2 = 0.083: one of the first three stays, below it all but one of 0.072."""
-    monkeypatch.setattr(adaptive, "FIRST_ROUNDS", 0)
-    below = torch.tensor([0.5, 0.42, 0.08]).log()
-    table = {(): torch.tensor([0.9, 0.05, 0.05]).log()} | {(first,): below for first in range(3)}
-    costs = RoundCosts(((1, 1.0), (13, 2.2)), draft=0.1)
-    whole, cut = (TableDecoder(table, 2) for _ in range(2))
-    assert len(BestFirstGrower(12, 3, beam=12).propose(0, whole, GREEDY, None)) == 13
-    tree = BestFirstGrower(12, 3, adaptive=AdaptiveTree(costs), beam=12).propose(0, cut, GREEDY, None)
-    assert (whole.widths, cut.widths) == ([3], [1])
-    assert paths_in(tree) == [(0,), (0, 0), (0, 1)]
 
 
 def test_parent_stays_among_equally_likely_nodes() -> None:

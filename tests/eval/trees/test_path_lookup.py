@@ -12,7 +12,6 @@ from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter, tree_builder
-from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.sampling import Sampling
@@ -122,10 +121,8 @@ def test_lookups_need_a_best_first_tree() -> None:
             MethodConfig(name="x", lookup=True, **wrong)
 
 
-def test_sampled_trees_are_neither_continued_nor_cut() -> None:
+def test_sampled_trees_are_not_continued() -> None:
     """If q selected among draws from q, verification would not keep the target's distribution."""
     sampled = DraftTree([1, 2, 3], TreeShape.chain(2), torch.full((3, 5), 0.2), log_confidence=[0.0, -1.0, -2.0])
     with pytest.raises(ValueError, match="not sampled ones"):
         with_lookups(sampled, PathLookup(), 3)
-    with pytest.raises(ValueError, match="only deterministic trees"):
-        AdaptiveTree().cut(sampled)

@@ -8,7 +8,7 @@ from support.table_decoder import DepthsDecoder, leaf_paths
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, follow
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, follow
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -108,7 +108,10 @@ def test_invalid_static_paths_are_refused(paths: list[list[int]], message: str) 
 
 
 def test_of_sampled_trees_only_chains_leave_their_tokens_on_the_device() -> None:
-    tokens, q = DeviceTokens(9, torch.tensor([1, 2])), torch.full((3, 4), 0.25)
-    assert DraftTree(tokens, TreeShape.chain(2), q).cut_to_depth(1).tokens[:] == [9, 1]
+    drafted, q = torch.tensor([1, 2]), torch.full((3, 4), 0.25)
+    cut = DraftTree([9], TreeShape.chain(2), q, drafted=drafted).cut_to_depth(1)
+    assert cut.tokens == [9]
+    assert cut.read(torch.tensor([5, 6])) == [5, 6]
+    assert cut.tokens == [9, 1]
     with pytest.raises(ValueError, match="only chains"):
-        DraftTree(tokens, TreeShape.of((-1, 0, 0)), q)
+        DraftTree([9], TreeShape.of((-1, 0, 0)), q, drafted=drafted)
