@@ -1,13 +1,13 @@
 """Responses of servers, which are not trusted: limits of size and time, refusals, and checks of answers.
 
-An answer to another prompt, longer than its limit, cut before it, or with control tokens in its text is rejected.
+An answer to another prompt, longer than its limit, cut before it, or with control tokens is rejected.
 Redirects to other servers are not followed.
 """
 
 import asyncio
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import httpx2
@@ -15,7 +15,7 @@ import openai
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
-from draftsmith.data.tokens.templates import special_ids, token_ids
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem, render, special_ids, token_ids
 from draftsmith.errors import MASK
 
 Api = Literal["completions", "chat"]
@@ -27,7 +27,7 @@ MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
 OTHER_PROMPT = "the server's chat template made another prompt"
 OTHER_ANSWER = "answer of another prompt"
 CUT_EARLY = "answer ended by the server before max_new_tokens"
-CONTROL_TOKENS = "answer with control tokens in its text"
+CONTROL_TOKENS = "answer with control tokens"
 
 
 class ServerFailure(Exception):
@@ -108,33 +108,35 @@ class _ResponseBody(BaseModel):
     prompt_token_ids: list[StrictInt] | None = None
 
 
-@dataclass(frozen=True)
 class Vocabulary:
     """Facts about the target's tokens for checking answers.
 
-    size: token ids must be below it.
-    control: control tokens, which no answer's text may contain; ending: those that end answers.
-    count: function that counts the tokens of a text.
+    size: token ids must be below it. end_ids: tokens that end answers.
+    control: control tokens, which no answer's text may contain; ending: those that end answers. Those around thoughts
+    are allowed. openers: ids of the control tokens that the chat template writes in a prompt, and never in an answer.
     """
 
-    end_ids: tuple[int, ...]
-    size: int
-    control: frozenset[str]
-    ending: frozenset[str]
-    count: Callable[[str], int]
-
-    @staticmethod
-    def of(setting: EngineSetting) -> "Vocabulary":
-        """Read the tokenizer. The two tokens around thoughts are allowed in a text."""
-        tokenizer, ids = setting.tokenizer, special_ids(setting.tokenizer)
-        names = {token_id: name for name, token_id in tokenizer.get_vocab().items() if token_id in ids}
-        return Vocabulary(
+    def __init__(self, setting: EngineSetting) -> None:
+        self._tokenizer, self.end_ids, thoughts = (
+            setting.tokenizer,
             setting.end_ids,
-            max(tokenizer.get_vocab().values()) + 1,
-            frozenset(names.values()) - set(setting.recipe.data.reasoning_tokens),
-            frozenset(names[token_id] for token_id in setting.end_ids if token_id in names),
-            lambda text: len(token_ids(tokenizer, text)),
+            setting.recipe.data.reasoning_tokens,
         )
+        known, special = self._tokenizer.get_vocab(), special_ids(self._tokenizer)
+        names = {token_id: name for name, token_id in known.items() if token_id in special}
+        self.size = max(known.values()) + 1
+        self.control = frozenset(names.values()) - set(thoughts)
+        self.ending = frozenset(names[token_id] for token_id in self.end_ids if token_id in names)
+        prompt, written = render(self._tokenizer, PROBE[:1], add_generation_prompt=True), {*map(known.get, thoughts)}
+        for answer in (PROBE[1], replace(PROBE[1], reasoning_content="Hm")):
+            with suppress(TemplateProblem):  # not every template writes thoughts
+                text = render(self._tokenizer, (PROBE[0], answer)).removeprefix(prompt)
+                written.update(token_ids(self._tokenizer, text))
+        self.openers = special & set(token_ids(self._tokenizer, prompt)) - written
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text."""
+        return len(token_ids(self._tokenizer, text))
 
 
 def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
@@ -170,6 +172,8 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
             ids = ids[: end + 1]
         if len(ids) > limit + 1:  # some servers do not count the end token
             raise ServerFailure("malformed answer: longer than max_new_tokens")
+        if not request.tools and not vocabulary.openers.isdisjoint(ids):  # a turn that nobody generated
+            return Failure(CONTROL_TOKENS)
         if not all(0 <= token_id < vocabulary.size for token_id in ids):
             raise ServerFailure("malformed answer: token ids outside the target's vocabulary")
         if end is not None:

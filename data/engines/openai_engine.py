@@ -9,23 +9,18 @@ A server with a password is given as `https://me:$PASSWORD@host/v1`: the passwor
 written to no file.
 
 The `openai` client handles HTTP: it retries after a 429, a 5xx or a broken connection, and waits as `Retry-After` says.
-An event loop in a separate thread runs `concurrency_per_server` workers for each server, which take requests from one
-queue. A server whose connection is lost, or that fails several times in a row, is left out and its requests go back
-into the queue; it is used again once it answers a request of one token.
+A request goes to the server with the fewest requests, `concurrency_per_server` at a time, and from a server that fails
+to the next one. So a server that is gone holds its share of the requests only as long as it takes to fail, and one that
+comes back gets its share again.
 
 Responses are limited in time and size, and checked as far as possible (`openai_answers`).
-
-`extensions` are request fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer, returning
-token ids, and using the recipe's sampling alone (vLLM fills settings that a request omits with the top-k and the
-penalties of the model's generation_config.json).
 """
 
 import asyncio
 import base64
-import queue
 import sys
-import threading
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,6 +37,7 @@ from draftsmith.data.engines.openai_answers import (
     RequestRefused,
     ServerFailure,
     Vocabulary,
+    one_line,
     read_answer,
     redirected_to,
     refusal_reason,
@@ -53,8 +49,6 @@ from draftsmith.recipes.schema import Section
 
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
 CONNECT_TIMEOUT_S = 10.0
-FAILURES_IN_A_ROW = 3
-PROBE_PAUSE_S = 5.0  # between two checks of a server that was left out
 # These concern one request. All others from 400 on concern all requests.
 REQUEST_REFUSED = {400, 413, 422, 451}
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
@@ -105,17 +99,19 @@ class OpenAIOptions(Section):
 
 
 class Server:
-    """One base URL with its client. `usable` is cleared while the server is left out."""
+    """One base URL with its client.
 
-    def __init__(self, url: str, client: openai.AsyncOpenAI) -> None:
-        self.url, self.client = url, client
-        self.usable = asyncio.Event()
-        self.failures = 0
-        self.problem = ""
+    requests: number of requests that it has or that wait for it. slots: its concurrent requests. problem: of its last
+    request; empty if that was answered.
+    """
+
+    def __init__(self, url: str, client: openai.AsyncOpenAI, concurrency: int) -> None:
+        self.url, self.client, self.slots = url, client, asyncio.Semaphore(concurrency)
+        self.requests, self.problem = 0, ""
 
 
 class OpenAIEngine:
-    """An `Engine` that sends requests to servers over HTTP.
+    """An `Engine` that sends requests to servers over HTTP, while `collect` waits.
 
     Args:
         options: Options of the engine; `base_urls` may hold passwords.
@@ -140,81 +136,65 @@ class OpenAIEngine:
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
-        if setting.recipe.data.distill.top_k > 0 and not options.extensions:
+        self._template_kwargs = setting.recipe.target.chat_template_kwargs
+        if not options.extensions and setting.recipe.data.distill.top_k > 0:
             raise UserError(
                 "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
                 f"{self.option('extensions')}: true"
             )
-        self._template_kwargs = setting.recipe.target.chat_template_kwargs
-        if self._template_kwargs and options.api == "chat" and not options.extensions:
+        if not options.extensions and self._template_kwargs and options.api == "chat":
             raise UserError(
                 "OpenAI's chat API takes no target.chat_template_kwargs: use a vLLM server with "
                 f"{self.option('extensions')}: true, or {self.option('api')}: completions"
             )
-        self._tokenizer = setting.tokenizer
-        turns = PROBE[:1]
+        self.options, self._tokenizer, self._vocabulary = options, setting.tokenizer, Vocabulary(setting)
         self._trial = Request(
             key="",
-            prompt_ids=prompt_token_ids(setting.tokenizer, turns),
-            messages=[{"role": turn.role, "content": turn.content} for turn in turns],
+            prompt_ids=prompt_token_ids(setting.tokenizer, PROBE[:1]),
+            messages=[turn.message for turn in PROBE[:1]],
             settings=GenerationSettings(max_new_tokens=1),
             seed=0,
         )
-        self.options = options
         self.concurrency = options.concurrency_per_server * len(options.base_urls)
         self.max_length_tokens: int | None = None
         self._model = options.model
-        self._vocabulary = Vocabulary.of(setting)
         variable = options.api_key_env
         self._api_key = None if variable is None else read_api_key(variable, self.option("api_key_env"))
-        self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
-        self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
-        self._in_flight = 0
-        self._tasks: list[asyncio.Task[None]] = []
-        self._giving_up: asyncio.TimerHandle | None = None
-        self._out_since_s: float | None = None  # event loop's time since when no server could be used
-        self._servers = [self._connect(url) for url in options.base_urls]
+        self._answers: set[asyncio.Task[tuple[str, Outcome]]] = set()  # in flight, or not collected yet
+        self._failing_since_s: float | None = None  # event loop's time of the first failure after the last answer
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
-        self._thread.start()
+        self._servers = [self._connect(url) for url in options.base_urls]
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            self.run(self._check_all())
         except BaseException:  # Ctrl-C too
             self.close()
             raise
 
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the engine's event loop, which runs at no other time, and return its result."""
+        return self._loop.run_until_complete(coroutine)
+
     def submit(self, request: Request) -> None:
-        self._in_flight += 1
-        self._loop.call_soon_threadsafe(self._waiting.put_nowait, (request, 0))
+        self._answers.add(self._loop.create_task(self._answer(request)))
 
     def collect(self) -> list[tuple[str, Outcome]]:
-        assert self._in_flight, "nothing was submitted"
-        outcomes: list[tuple[str, Outcome]] = []
-        while not outcomes or not self._finished.empty():
-            item = self._finished.get()
-            if isinstance(item, BaseException):
-                if not outcomes:
-                    raise item
-                self._finished.put(item)  # return the outcomes before raising the error
-                break
-            outcomes.append(item)
-        self._in_flight -= len(outcomes)
-        return outcomes
+        assert self._answers, "nothing was submitted"
+        done, _ = self.run(asyncio.wait(self._answers, return_when=asyncio.FIRST_COMPLETED))
+        answered = {task for task in done if task.exception() is None} or done  # outcomes first, then an error
+        self._answers -= answered
+        return [task.result() for task in answered]
 
     def close(self) -> None:
-        """Cancel requests in flight and end the thread; a second call does nothing."""
+        """Cancel requests in flight; a second call does nothing."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self.run(self._shut_down())
         self._loop.close()
 
     async def _shut_down(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
+        for task in self._answers:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._answers, return_exceptions=True)
         for server in self._servers:
             await server.client.close()
 
@@ -228,93 +208,75 @@ class OpenAIEngine:
             timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
             default_headers={} if login is None else {"Authorization": login},
         )
-        return Server(address, client)
+        return Server(address, client, self.options.concurrency_per_server)
 
-    async def _start(self) -> None:
-        """Check every server, then start the workers."""
+    async def _check_all(self) -> None:
+        """Check every server.
+
+        Raises:
+            UserError: None answers, or one cannot be used, see `_check`.
+        """
         problems = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
         for server, problem in zip(self._servers, problems, strict=True):
             if problem is not None and not isinstance(problem, ServerFailure):
                 raise problem
-            server.problem = str(problem or "")
-            server.usable.set()
+            self._note(server, str(problem or ""))
         if all(problems):
+            reasons = ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
             raise UserError(
-                f"no server answers ({self._problems()}): start one, as with `{self.start_command} ...`, or correct "
+                f"no server answers ({reasons}): start one, as with `{self.start_command} ...`, or correct "
                 f"{self.option('base_urls')}"
             )
-        for server in self._servers:
-            if server.problem:
-                self._leave_out(server, server.problem)
-            workers = range(self.options.concurrency_per_server)
-            self._tasks += [self._loop.create_task(self._work(server)) for _ in workers]
 
-    async def _work(self, server: Server) -> None:
-        """Take requests from the queue while the server can be used."""
-        while True:
-            await server.usable.wait()
-            request, attempts = await self._waiting.get()
-            if not server.usable.is_set():  # it was left out while this worker waited
-                self._waiting.put_nowait((request, attempts))
-                continue
+    async def _answer(self, request: Request) -> tuple[str, Outcome]:
+        """Send a request to one server after the other until one answers it; return its key and outcome.
+
+        Raises:
+            UserError: No server has answered for `give_up_after_s`, or one rejects what all requests share.
+        """
+        attempts = Counter[Server]()
+        counted, reason = 0, ""  # attempts that the server's connection or its load did not end
+        while counted < self.options.max_attempts:
+            server = min(self._servers, key=lambda each: (attempts[each], each.requests))
+            attempts[server] += 1
+            server.requests += 1
             try:
-                self._finished.put((request.key, await self.complete(server, request)))
-                server.failures, self._out_since_s = 0, None
-            except ServerFailure as problem:
-                server.failures += 1
-                if problem.is_unreachable or server.failures >= FAILURES_IN_A_ROW:
-                    self._leave_out(server, str(problem))
-                attempts += not problem.is_throttled
-                if attempts >= self.options.max_attempts:
-                    self._finished.put((request.key, Failure(str(problem))))
-                else:
-                    self._waiting.put_nowait((request, attempts))
-            except Exception as error:  # raised again by `collect`
-                self._finished.put(error)
+                async with server.slots:
+                    outcome = await self.complete(server, request)
+                self._note(server, "")
+                self._failing_since_s = None
+                return request.key, outcome
+            except ServerFailure as failure:
+                reason = str(failure)
+                counted += not (failure.is_unreachable or failure.is_throttled)
+                self._note(server, reason if failure.is_unreachable else server.problem)
+                self._check_silence(f"{server.url}: {reason}")
+            finally:
+                server.requests -= 1
+        return request.key, Failure(reason)
 
-    def _leave_out(self, server: Server, problem: str) -> None:
-        """Send no more requests to this server until it answers again."""
+    def _note(self, server: Server, problem: str) -> None:
+        """Remember why a server does not answer, and print when that begins and ends."""
+        if bool(problem) != bool(server.problem):
+            warn(f"{server.url}: {problem}" if problem else f"{server.url} answers again")
         server.problem = problem
-        if not server.usable.is_set():
-            return
-        server.usable.clear()
-        self._tasks.append(self._loop.create_task(self._use_again(server)))
-        if any(other.usable.is_set() for other in self._servers):
-            warn(f"{server.url}: {problem}; its requests go to the other servers")
-            return
-        # A server counts as usable again only when it answers more than its check, and not HTTP 429.
+
+    def _check_silence(self, failure: str) -> None:
+        """Check, after a failure, how long there have been failures only.
+
+        Raises:
+            UserError: No server has answered for `give_up_after_s`.
+        """
         now_s = self._loop.time()
-        self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
-        pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
-        warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
-        self._giving_up = self._loop.call_later(
-            pause_s, lambda: self._finished.put(UserError(self._no_server_message()))
-        )
+        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
+        if now_s - self._failing_since_s > self.options.give_up_after_s:
+            raise UserError(self._no_server_message(failure))
 
-    async def _use_again(self, server: Server) -> None:
-        """Check a server that was left out until it answers, then use it again."""
-        while server.problem:
-            await asyncio.sleep(PROBE_PAUSE_S)
-            try:
-                await self._check(server)
-                server.problem = ""
-            except (ServerFailure, UserError) as problem:
-                server.problem = str(problem)
-        warn(f"{server.url} answers again")
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-        server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
-        server.usable.set()
-
-    def _no_server_message(self) -> str:
+    def _no_server_message(self, failure: str) -> str:
         return (
-            f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
-            "run the same command; nothing that was written is lost"
+            f"no server has answered for {self.options.give_up_after_s:g} s ({failure}): start one again and run the "
+            "same command; nothing that was written is lost"
         )
-
-    def _problems(self) -> str:
-        """Describe the problem of each server."""
-        return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
     async def _check(self, server: Server) -> None:
         """Check that the server offers the model and answers a request of one token.
@@ -333,13 +295,14 @@ class OpenAIEngine:
             ) from None
         except (AttributeError, TypeError, ValueError):
             raise ServerFailure("malformed list of models") from None
-        names = ", ".join(map(str, offered)) or "no model"
+        names = one_line(", ".join(map(str, offered))) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
         if self._model is None:
             raise UserError(f"{server.url} offers {names}: name one in {self.option('model')}")
         if self._model not in offered:
-            raise UserError(f"{server.url} serves {names}, not {self._model}: every server must serve the same model")
+            ours = one_line(self._model)
+            raise UserError(f"{server.url} serves {names}, not {ours}: every server must serve the same model")
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if outcome == Failure(OTHER_PROMPT):
             raise UserError(
@@ -354,15 +317,12 @@ class OpenAIEngine:
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
-            if self._tasks and bound is not None:
-                raise UserError(
-                    f"{server.url} takes sequences of {longest} tokens, the other servers {bound}: start it with the "
-                    "same limit"
-                )
             self.max_length_tokens = longest
 
     async def complete(self, server: Server, request: Request) -> Outcome:
         """Send a request to a server and return its outcome.
+
+        Thoughts that the server returns in a separate field are put before the text, as the target generates them.
 
         Raises:
             ServerFailure: The server does not answer, or its response is malformed.
@@ -376,17 +336,20 @@ class OpenAIEngine:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
         except RequestRefused as refusal:
             return Failure(str(refusal), is_final=True)
-        outcome = read_answer(response.content, request, api, self._vocabulary)
-        return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
-
-    def _with_thoughts(self, answer: Completion) -> Outcome:
-        """Put thoughts that the server returned in a separate field before the text, as the target generates them."""
+        answer = read_answer(response.content, request, api, self._vocabulary)
+        if not isinstance(answer, Completion) or not answer.thoughts:
+            return answer
         content = answer.text or ""
         joined = joined_thoughts(self._tokenizer, answer.thoughts, content) if content.strip() else content
         return Failure(THOUGHTS_APART) if joined is None else replace(answer, text=joined, thoughts="")
 
     def arguments(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of the client's `completions.create` or `chat.completions.create`."""
+        """Return the arguments of the client's `completions.create` or `chat.completions.create`.
+
+        With `extensions` they have fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
+        returning token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
+        and the penalties of the model's generation_config.json).
+        """
         settings = request.settings
         arguments: dict[str, Any] = {
             "model": self._model,
@@ -423,7 +386,8 @@ class OpenAIEngine:
         except openai.APITimeoutError:
             raise ServerFailure("timeout") from None
         except openai.APIConnectionError as error:
-            raise ServerFailure(f"no connection ({error.__cause__ or error})", is_unreachable=True) from None
+            reason = one_line(str(error.__cause__ or error))
+            raise ServerFailure(f"no connection ({reason})", is_unreachable=True) from None
         except openai.APIStatusError as error:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:

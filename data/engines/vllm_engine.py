@@ -183,7 +183,7 @@ class VllmEngine(OpenAIEngine):
         super().close()
         self.server.close()
 
-    def _no_server_message(self) -> str:
+    def _no_server_message(self, failure: str) -> str:
         return (
             f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"

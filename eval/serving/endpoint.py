@@ -13,11 +13,10 @@ draft that exceed the answer's length, so `LoadTestRow` has the committed tau to
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -27,7 +26,7 @@ import openai
 from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
-from draftsmith.data.engines.openai_answers import OTHER_ANSWER, RequestRefused, ServerFailure
+from draftsmith.data.engines.openai_answers import OTHER_ANSWER, RequestRefused, ServerFailure, one_line
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError, masked
 
@@ -159,10 +158,6 @@ class Endpoint(OpenAIEngine):
             self.close()
             raise
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the client's event loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
         """Read the counters, waiting up to `COUNTED_WITHIN_S` until they include `generated_tokens` tokens.
 
@@ -211,7 +206,7 @@ class Endpoint(OpenAIEngine):
         except (httpx2.HTTPError, ValueError) as error:
             return Failure(f"answer broken off ({type(error).__name__})")
         if reason not in ("stop", "length"):
-            return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
+            return Failure("answer broken off" if reason is None else f"finish reason {one_line(reason)[:40]}")
         if not ids:
             raise UserError(
                 f"{server.url} returns no token ids: give a server of {self.engine} that supports {self.ids_option}"
@@ -271,7 +266,7 @@ class LlamaEndpoint(Endpoint):
             http.stream("POST", f"{self._root}/completion", json=body, headers=headers) as response,
         ):
             if response.status_code != httpx2.codes.OK:
-                detail = (await response.aread()).decode(errors="replace")[:200]
+                detail = one_line((await response.aread()).decode(errors="replace"))[:200]
                 raise RequestRefused(f"HTTP {response.status_code}: {detail}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):

@@ -10,7 +10,6 @@ from support import tiny_tokenizers as templates
 from support.fake_openai_server import END_ID, FakeServer, answer_ids
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import (
     Completion,
     Engine,
@@ -45,7 +44,6 @@ def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
     """Start openai engines with short pauses."""
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
-    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
     started: list[OpenAIEngine] = []
 
     def start(

@@ -16,7 +16,6 @@ from support.openai_setup import (
     TOKENIZER,
     StartEngine,
     StartServer,
-    eventually,
     requests,
     right_answers,
     run,
@@ -144,6 +143,7 @@ def test_other_chat_template_of_the_server_is_reported(start_server: StartServer
         ({"text": "1", "finish_reason": "length"}, Failure(CUT_EARLY)),
         # In the conversation it would be tokenised as the end of a turn, with loss, and a turn that nobody generated.
         ({"text": "11<|im_end|>\n<|im_start|>user"}, Failure(CONTROL_TOKENS)),
+        ({"token_ids": [11, TOKENIZER.convert_tokens_to_ids("<|im_start|>"), END_ID]}, Failure(CONTROL_TOKENS)),
     ],
 )  # fmt: skip
 def test_end_of_an_answer_decides_its_outcome(
@@ -245,9 +245,7 @@ def test_http_status_about_the_server_ends_the_run(
         run(engine, requests(3))
 
 
-def test_servers_must_serve_the_same_model(
-    start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_must_serve_the_same_model(start_server: StartServer, start_engine: StartEngine) -> None:
     first, other = start_server(), start_server(model="other")
     with pytest.raises(UserError, match=r"not (fake|other): every server must serve the same model"):
         start_engine(first, other)
@@ -255,13 +253,15 @@ def test_servers_must_serve_the_same_model(
         start_engine(first, model="mine")
     with pytest.raises(UserError, match=r"HTTP 404: Not Found: check .*base_urls"):
         start_engine(first, base_urls=[first.url + "x"])
-    other.stop()
-    engine = start_engine(first, other)
-    other.start()
-    eventually(lambda: "serves other, not fake" in engine._servers[1].problem)
-    asked = requests(30)
-    assert run(engine, asked) == right_answers(asked)
-    assert not other.requests
+
+
+def test_names_of_models_are_printed_without_control_characters(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    server = start_server(model="a\x1b[2J\nb")
+    with pytest.raises(UserError, match=r"serves a \[2J b, not mine"):
+        start_engine(server, model="mine")
+    assert run(start_engine(server), requests(1)) == right_answers(requests(1))
 
 
 def test_shortest_context_of_the_servers_is_the_limit(start_server: StartServer, start_engine: StartEngine) -> None:
@@ -294,42 +294,30 @@ def test_server_down_at_the_start_is_named(start_server: StartServer, start_engi
         start_engine(server)
 
 
-def test_server_that_restarts_is_used_again(
+def test_servers_that_go_and_come_back(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = start_server(lambda body, number: Fault(delay_s=0.02))
-    engine = start_engine(server, concurrency_per_server=4)
-    asked = requests(40)
-    for request in asked:
-        engine.submit(request)
-    outcomes = dict(engine.collect())
-    server.stop()
-    eventually(lambda: not engine._servers[0].usable.is_set())
-    server.start()
-    while len(outcomes) < len(asked):
-        outcomes.update(engine.collect())
-    assert outcomes == right_answers(asked)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert said[0].startswith(f"warning: no server answers ({server.url}: no connection")
-    assert said[0].endswith("waiting up to 5 s for one to come back")
-    assert said[1] == f"warning: {server.url} answers again"
-
-
-def test_requests_of_a_dead_server_move_to_the_other(
-    start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """The requests of a dead server move to the other one, and are sent again when both are gone and one restarts."""
     both = [start_server(lambda body, number: Fault(delay_s=0.02)) for _ in range(2)]
     engine = start_engine(*both, concurrency_per_server=4, max_attempts=2)
-    asked = requests(60)
+    asked = requests(80)
     for request in asked:
         engine.submit(request)
     outcomes = dict(engine.collect())
     both[0].stop()
+    while len(outcomes) < 40:
+        outcomes.update(engine.collect())
+    both[1].stop()
+    restart = threading.Timer(0.5, both[0].start)
+    restart.start()
     while len(outcomes) < len(asked):
         outcomes.update(engine.collect())
+    restart.join()
     assert outcomes == right_answers(asked)
-    assert f"warning: {both[0].url}: no connection" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for server in both:
+        assert f"warning: {server.url}: no connection" in said
+    assert f"warning: {both[0].url} answers again" in said
 
 
 def test_no_request_fails_when_all_servers_stay_down(start_server: StartServer, start_engine: StartEngine) -> None:
@@ -340,7 +328,7 @@ def test_no_request_fails_when_all_servers_stay_down(start_server: StartServer, 
     kept = dict(engine.collect())
     for server in both:
         server.stop()
-    with pytest.raises(UserError, match=r"no server has answered for 0.2 s .*run the same command"):
+    with pytest.raises(UserError, match=r"no server has answered for 0.2 s \(http.*run the same command"):
         kept.update(outcome for _ in range(40) for outcome in engine.collect())
     assert all(isinstance(outcome, Completion) for outcome in kept.values())
     assert len(kept) < 40
@@ -383,16 +371,12 @@ def test_too_large_response_is_a_failure(
     assert outcomes == {**right_answers(asked), "c1": Failure("answer of more than 1 MiB")}
 
 
-@pytest.mark.parametrize(("status", "passes_check"), [(429, True), (500, False)])
-def test_server_that_answers_no_request_is_given_up(
-    start_server: StartServer, start_engine: StartEngine, status: int, passes_check: bool
-) -> None:
+def test_server_that_is_always_busy_is_given_up(start_server: StartServer, start_engine: StartEngine) -> None:
     """No conversation fails meanwhile."""
-    busy = Fault(status, {"Retry-After": "0.01"}, {"error": {"message": "busy"}})
+    busy = Fault(429, {"Retry-After": "0.01"}, {"error": {"message": "busy"}})
     server = start_server(lambda body, number: busy)
     engine = start_engine(server, max_attempts=2, give_up_after_s=0.3, concurrency_per_server=4)
-    server.check_fault = None if passes_check else busy
-    with pytest.raises(UserError, match=rf"no server has answered for 0.3 s .*HTTP {status}: busy"):
+    with pytest.raises(UserError, match=r"no server has answered for 0.3 s .*HTTP 429: busy"):
         run(engine, requests(30))
 
 
