@@ -1,8 +1,8 @@
 """The tables of the README and of docs/reference, made from the code: `make reference` writes them into the pages.
 
 A page says where they stand, by marks such as `<!-- made: recipes -->`: of the schema, the `Options` classes, the
-command line, the exporters, and what `targets.py` found. A recipe key without a description is an error. A test
-compares the pages with what is made.
+command line, the exporters, the figures of a result, and what `targets.py` found. A recipe key without a description
+is an error. A test compares the pages with what is made.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
+from generate.picture import NAMES, RESULT
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,8 @@ MADE_TEXT = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 TABLE_HEAD = ("| key | is | default | what it means |", "|---|---|---|---|")
-IN_REAL_VLLM = ("vllm", "speculators")  # formats whose every kind real vLLM is shown by a test
+# Formats whose every kind a test runs in a real engine.
+RUN_IN_TESTS = {"vllm": "run in vLLM", "speculators": "run in vLLM", "gguf": "run in llama.cpp"}
 
 
 def filled(page: str) -> str:
@@ -59,7 +61,7 @@ def formats() -> list[str]:
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""
-            cells.append(f"{served}; {'real vLLM' if to in IN_REAL_VLLM else 'checked by the rules'}")
+            cells.append(f"{served}; {RUN_IN_TESTS.get(to, 'checked by the rules')}")
             for each in exporter.refusals:
                 why = re.sub(r"{config\.[\w\[\]]*?(\w+)\]?}", r"`\1`", each.why)
                 condition = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
@@ -85,14 +87,49 @@ def kinds_by_engine() -> list[str]:
     def support(kind: str, to: str) -> str:
         if (kind, to) not in EXPORTERS:
             return "-"
-        shown = "proven" if to in ("gguf", *IN_REAL_VLLM) else "by its rules"
+        shown = "run" if to in RUN_IN_TESTS else "by its rules"
         return f"{shown}, with one mask" if kind == "parallel" else shown
 
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
     lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for kind in drafter_kinds():
-        lines.append(f"| `{kind}` | proven | {' | '.join(support(kind, to) for to in columns.values())} |")
+        lines.append(f"| `{kind}` | run | {' | '.join(support(kind, to) for to in columns.values())} |")
     return lines
+
+
+def headline() -> list[str]:
+    """Return the README's first figures: the drafter alone, the best way without training, and both."""
+    rows = {name: row["over_tasks"] for name, row in _measured()["rows"].items() if name in NAMES}
+    drafter, untrained, both = (rows[name] for name in ("tree-7@0", "prompt-lookup@0", "tree-7-lookup@0"))
+    return [
+        f"By itself the drafter that ships makes **{_speedup(drafter)}** of the tokens per second of the same loop "
+        f"without a draft; prompt lookup, the best way without training, {_speedup(untrained)}; both together "
+        f"{_speedup(both)}."
+    ]
+
+
+def measured() -> list[str]:
+    """Return the README's table of methods on a real model."""
+    lines = [
+        "| method | tokens a round (tau) | speedup, mean of six tasks (95 %) | all questions together |",
+        "|---|---|---|---|",
+    ]
+    figures = _measured()
+    for name, words in NAMES.items():
+        row = figures["rows"][name]
+        if name != "autoregressive@0":
+            mean = row["over_tasks"]
+            lines.append(f"| {words} | {mean['tau']:.2f} | {_speedup(mean)} | {row['speedup_mean']:.2f}x |")
+    return lines
+
+
+def _measured() -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(RESULT.read_text(encoding="utf-8"))["figures"])
+
+
+def _speedup(figures: dict[str, Any]) -> str:
+    low, high = figures["speedup_interval"]
+    return f"{figures['speedup_mean']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def commands() -> list[str]:
@@ -332,7 +369,8 @@ def _outcome(text: str) -> str:
 
 
 MADE = {
-    made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats, targets, kinds_by_engine)
+    made.__name__: made
+    for made in (recipes, drafters, methods, engines, commands, formats, targets, kinds_by_engine, headline, measured)
 }
 
 

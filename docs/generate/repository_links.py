@@ -2,7 +2,7 @@
 
 Pages link as they do in a checkout, relative to their own file: `[verify.py](../../eval/trees/verify.py)`. With a
 `repo_url` in mkdocs.yml such links go there. Without one the site brings the files along, as text under `source/`;
-of a folder that is what its `__init__.py` or README.md says. CONTRIBUTING.md and CHANGELOG.md are pages of the site.
+of a folder that is what its `__init__.py` or README.md says. `PAGES` are pages of the site.
 """
 
 import posixpath
@@ -15,9 +15,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+LINK = re.compile(r"""(?<=\]\()[^)\s]+(?=\))|(?<= src=")[^"]+|(?<= srcset=")[^"]+""")
 ELSEWHERE = r"[a-z]+:|#|/"  # links to something else than a file of the repository
 PAGES = {
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }  # files of the repository that are pages of the site

@@ -24,7 +24,7 @@ FILE, CHECK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILIN
 KIND = "one_block"
 # One process for all commands: `draftsmith` is imported once.
 COMMANDS = """
-import importlib.util, json, sys
+import json, sys
 from draftsmith.eval.commands.cli import main
 for command in json.loads(sys.argv[1]):
     sys.argv = ["draftsmith", *command]
@@ -32,9 +32,8 @@ for command in json.loads(sys.argv[1]):
         main()
     except SystemExit as end:
         print("ENDED", command[0], end.code or 0, flush=True)
-spec = importlib.util.spec_from_file_location("reference", "docs/generate/reference.py")
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+sys.path.insert(0, "docs")
+from generate import reference
 print(*reference.drafters(), *reference.formats(), sep="\\n")
 """
 
