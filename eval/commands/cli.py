@@ -562,6 +562,9 @@ def plan(
     processes: Annotated[
         int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a few training steps on this machine: their memory and time.")
+    ] = False,
 ) -> None:
     """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
     loaded = load_recipe(recipe, overrides)
@@ -569,7 +572,7 @@ def plan(
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     planned = make_plan(
-        loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes)
+        loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes, measure)
     )
     tell(asdict(planned))
     show_plan(planned, console)

@@ -273,10 +273,6 @@ class Drafter(WithoutEmbeddings):
         """
         return None
 
-    def saved_values(self, num_rows: int, num_labels: int) -> int:
-        """Return how many numbers a kind saves for the backward that no decoder layer or LM head does, for a plan."""
-        return 0
-
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """Make a decoder for sequences of at most this many tokens, prompt included."""
         raise NotImplementedError(f"{type(self).__name__}.decoder")

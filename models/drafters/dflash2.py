@@ -218,11 +218,6 @@ class DFlash2Drafter(DFlashDrafter):
         logits_mv = self.path_logits(self.candidates(normed_md), groups.input_ids.flatten()[before_m])
         return groups.on_grid(place_m, self.vocab.widen(logits_mv), float("-inf"))[:, :, : input_ids.shape[1]]
 
-    def saved_values(self, num_rows: int, num_labels: int) -> int:
-        convolutions = num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
-        of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
-        return convolutions + num_labels * of_selector
-
     # ---- shared by training and decoding ----
 
     def candidates(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
-Memory and FLOPs are those of `estimate.py`; disk follows from the number of tokens, time from FLOPs and a rate, given
-or measured. Where a step does not fit, the recipe's lines for its largest parts are named.
+What a training keeps in memory and the FLOPs of a step are those of `estimate.py`; disk follows from the number of
+tokens, time from FLOPs and a rate, given or measured. A step's activations are measured (`measure.py`). Where training
+does not fit, the recipe's lines for its largest parts are named.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.base.draft_vocab import supervised_token_counts
 from draftsmith.models.kernels.cpu_kernels import packable_bytes
-from draftsmith.models.target.features import decoder_layers, required_layers
+from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.run_folder import RunFolder
@@ -32,27 +33,22 @@ from draftsmith.train.drafter.rows import pack_by_length, split_rows
 from draftsmith.train.drafter.shown import span
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, recipe_arguments
 from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
+from draftsmith.train.plan.measure import MeasuredStep, measure_step
 
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
-GROUPS = ("parameters", "vocabulary", "memory", "processes", "disk", "time")
+GROUPS = ("parameters", "vocabulary", "memory", "disk", "time")
 DRAFT_VOCABULARIES = (8192, 16384, 32768)
-# Parts of a step's memory: what each is, and lines of a recipe that make it smaller.
-FEWER_ROWS = "a lower train.per_device_train_batch_size (train.global_batch_size keeps the rows of a step)"
+# Parts of a training's memory: what each is, and lines of a recipe that make it smaller.
 PARTS = {
     "target": (
         "target weights, frozen",
         "target.dtype=bfloat16, target.quantization=nf4 or data.features.source=offline",
     ),
     "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
-    "gradients": (
-        "gradients, but for those that replace activations",
-        "steps without accumulation (train.global_batch_size, or train.gradient_accumulation_steps=1)",
-    ),
+    "gradients": ("gradients of the drafter", "drafter.options.draft_vocab_size=32000"),
     "optimiser": ("optimiser state", "train.optim=adafactor"),
-    "features": ("target features of the batch", FEWER_ROWS),
-    "activations": ("activations saved for the backward", f"{FEWER_ROWS}, data.max_length_tokens, or train.bf16=true"),
-    "loss": ("loss: a chunk of logits, own heads' gradients", "drafter.options.draft_vocab_size=32000"),
 }
+FEWER_ROWS = "a lower train.per_device_train_batch_size (train.global_batch_size keeps the rows of a step)"
 ASSUMED_ANSWERS = 1000  # where neither the recipe nor a local file says how many are distilled
 ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
 
@@ -69,16 +65,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `draftsmith plan`; `memory` adds up to `peak_bytes`, `processes` has the bytes of one by launch."""
+    """Result of `draftsmith plan`.
+
+    memory: adds up to `kept_bytes`, followed by the measured step, if there is one. fits: None without `--memory-gib`.
+    """
 
     name: str
     parameters: list[Line]
     vocabulary: list[Line]
     memory: list[Line]
-    peak_bytes: int
+    kept_bytes: int
     disk: list[Line]
     time: list[Line]
-    processes: list[Line]
     verdict: str | None
     fits: bool | None
     notes: list[str]
@@ -94,6 +92,7 @@ class PlanOptions:
     utilisation: float = 0.4
     labelled_share: float | None = None
     processes: int = 1
+    measure: bool = False
 
 
 def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
@@ -118,40 +117,59 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
         Line("target", held, "parameters", f"{recipe.target.model}, from its config"),
     ]
     memory = [Line(part, amount, "bytes", PARTS[part][0]) for part, amount in cost.bytes.items()]
-    rows = f"{args.per_device_train_batch_size} x {length} tokens, {how}"
-    memory.append(Line("memory of a step", cost.peak_bytes, "bytes", f"sum, at its peak; batch of {rows}"))
+    memory.append(Line("in all", cost.kept_bytes, "bytes", "what a training keeps; activations come on top"))
+    step = measure_step(recipe, length, labelled) if options.measure else None
+    if step is not None:
+        rows = f"{args.per_device_train_batch_size} x {length} tokens, {how}"
+        peak = f"at its peak on {step.device}; batch of {rows}"
+        memory.append(Line("a step, measured", step.peak_bytes, "bytes", peak))
+    device = target_device(recipe.target)
     notes = [f"the target is run with {running_sentence(cost.target)}"]
-    if target_device(recipe.target).type == "cpu" and (packable := packable_bytes(cost.target)):
+    if device.type == "cpu" and (packable := packable_bytes(cost.target)):
         notes.append(
             f"distilling, training and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}"
         )
-    more = "" if options.processes > 1 else "; `--processes N` plans several"
-    notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
+    if step is None:
+        notes.append("activations depend on device, dtype and kernels: `--measure` runs a few steps on this machine")
+    if device.type == "cpu" and options.peak_tflops is None:
+        notes.append(
+            "the times are this CPU's: for a GPU give its rates, as --peak-tflops 990 --memory-gb-per-s 3350 of an H100"
+        )
     if num_tokens is None:
         notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
-    launches, verdict, fits = process_lines(recipe, cost, options.processes), None, None
-    if options.memory_gib is not None:
-        least = min(launches, key=lambda line: line.amount, default=memory[-1])
-        fits = least.amount <= USABLE_FRAC * options.memory_gib * 2**30
-        need = f"{least.amount / 2**30:.3g} of {options.memory_gib:g} GiB"
-        need += f" in each of {options.processes} processes with {least.what}" if launches else ""
-        # The recipe's lines that make the two largest parts smaller.
-        largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
-        ways_out = "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
-        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; less with {ways_out}"
+    fits, verdict = (None, None) if options.memory_gib is None else _verdict(options, cost, step)
     return Plan(
         name=recipe.name,
         parameters=parameters,
         vocabulary=vocabulary_lines(tokens, cost),
         memory=memory,
-        peak_bytes=cost.peak_bytes,
+        kept_bytes=cost.kept_bytes,
         disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
-        time=_times(recipe, args, cost, options, num_tokens, answers),
-        processes=launches,
+        time=_times(recipe, args, cost, options, num_tokens, answers, step),
         verdict=verdict,
         fits=fits,
         notes=notes,
     )
+
+
+def _verdict(options: PlanOptions, cost: StepCost, step: MeasuredStep | None) -> tuple[bool, str]:
+    """Return whether training fits into `--memory-gib`, and a sentence; without a measured step, of what it keeps.
+
+    In each of several processes DDP also keeps a copy of the gradients.
+    """
+    memory_gib = options.memory_gib or 0.0
+    activations = 0 if step is None else max(0, step.peak_bytes - cost.kept_bytes)
+    need_bytes = cost.kept_bytes + activations + cost.bytes["gradients"] * (options.processes > 1)
+    need = f"{need_bytes / 2**30:.3g} of {memory_gib:g} GiB"
+    need += f" in each of {options.processes} processes, by DDP" if options.processes > 1 else ""
+    need += "" if step is not None else ", without activations, which `--measure` adds on that device"
+    if need_bytes <= USABLE_FRAC * memory_gib * 2**30:
+        return True, f"fits: {need}"
+    largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
+    ways_out = [f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest]
+    if activations > max(cost.bytes.values()):
+        ways_out.insert(0, f"{FEWER_ROWS} (activations: {bytes_text(activations)})")
+    return False, f"does not fit with a tenth left free: {need}; less with {'; or '.join(ways_out)}"
 
 
 def _train_tokens(recipe: Recipe) -> Dataset | None:
@@ -222,34 +240,6 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_di
     return Line(what, token_bytes * num_tokens, "bytes", how)
 
 
-def process_lines(recipe: Recipe, cost: StepCost, processes: int) -> list[Line]:
-    """Return the bytes of each of N processes by launch, if there are several; without launches that cannot be done."""
-    if processes == 1:
-        return []
-    weights, state, held = (cost.bytes[part] for part in ("drafter", "optimiser", "gradients"))
-    gradients, part = tensor_bytes(trained_parameters(cost.drafter)), 1 / processes
-    rest, of_target = cost.peak_bytes - weights - held - state, "the target whole (or data.features.sharded=true)"
-    unsupported = cost.drafter.unsupported
-    if recipe.data.features.source == "offline":
-        of_target = "the target's embedding and LM head"
-    elif recipe.data.features.sharded and "split_target" not in unsupported:
-        rest -= round(sum(tensor_bytes(each.parameters()) for each in decoder_layers(cost.target)) * (1 - part))
-        of_target = f"1/{processes} of the target's layers"
-    whole = weights + gradients
-    launches = [
-        ("DDP", whole + held + state, "whole, and a copy of the gradients"),
-        ("FSDP2", whole + (whole + state) * part, "1/N; weights and gradients whole in use"),
-        ("ZeRO-1", weights + held + (gradients + state) * part, "1/N of the optimiser's state and of fp32 copies"),
-        ("ZeRO-2", weights + (2 * gradients + state) * part, "1/N of the gradients too"),
-        ("ZeRO-3", weights + (whole + gradients + state) * part, "1/N of the weights too, whole in use"),
-    ]
-    return [
-        Line(launch, rest + round(own), "bytes", f"the drafter {how}; {of_target}")
-        for launch, own, how in launches
-        if not ("split_weights" in unsupported and launch in ("FSDP2", "ZeRO-3"))
-    ]
-
-
 # ---- time ----
 
 
@@ -260,6 +250,7 @@ def _times(
     options: PlanOptions,
     num_tokens: int | None,
     answers: list[int] | None,
+    step: MeasuredStep | None,
 ) -> list[Line]:
     """Return tokens/s of training in one process, and the time of each stage whose length is known.
 
@@ -277,6 +268,8 @@ def _times(
     rate = cost.tokens / (cost.target_flops / target_rate + cost.drafter_flops / drafter_rate)
     source = f"measured on this {device.type}" if given is None else f"--peak-tflops {given:g}"
     how = f"of one process: {source}, x utilisation {options.utilisation:g} (--utilisation)"
+    if step is not None:
+        rate, how = step.tokens_per_s, f"of one process: measured on this {step.device}"
     lines = [Line("training", rate, "tokens/s", how)]
     trained_tokens, what = args.num_train_epochs * (num_tokens or 0), f"{args.num_train_epochs:g} epochs"
     if args.max_steps > 0:
