@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,7 +56,7 @@ def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = Non
 def write_atomically(file: Path, text: str) -> None:
     """Write the file completely or not at all: after a full disk or Ctrl-C the old file is still there."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")  # process ids repeat, in containers
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(file)
@@ -82,20 +86,51 @@ def append_whole(file: Path, lines: bytes) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that takes the place of `folder` when it is complete; after an error the old one remains."""
-    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
-    partial.mkdir(parents=True)
+    """Yield a new folder that takes the place of `folder` when it is complete; after an error the old one remains.
+
+    Both are in a folder beside it, of a name of its own, which is locked while this process works in it. What a killed
+    process has left there is deleted by the next call, and an old folder without a new one returns to its place.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        with suppress(OSError), _locked(left):  # not of a process that works there now
+            if any(left.iterdir()):  # else it was made just now, and is not locked yet
+                _end_write(left, folder)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    with _locked(beside, is_new=True):
+        try:
+            new, old = beside / "new", beside / "old"
+            new.mkdir()
+            yield new
+            share_as_usual(new)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        finally:
+            _end_write(beside, folder)
+
+
+@contextmanager
+def _locked(folder: Path, is_new: bool = False) -> Iterator[None]:
+    """Lock a folder against other processes in this context; a new one only where the file system has locks.
+
+    Raises:
+        OSError: Another process has locked it, or the file system has no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield partial
-        share_as_usual(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
+        with suppress(OSError) if is_new else nullcontext():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        if old.exists() and not folder.exists():  # stopped between the two renames
-            old.rename(folder)
-        for rest in (partial, old):
-            shutil.rmtree(rest, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _end_write(beside: Path, folder: Path) -> None:
+    """Put the old folder back if a write stopped between its two renames, and delete the rest."""
+    if (beside / "old").exists() and not folder.exists():
+        (beside / "old").rename(folder)
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def expand_home(path: str | Path) -> Path:

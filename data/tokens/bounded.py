@@ -1,27 +1,37 @@
 """Limits of time, memory and output for chat templates, which are untrusted programs.
 
 transformers' sandbox keeps them from files and the network, but lets them loop for ever, or double a string until
-memory is full. While a template runs, a second thread checks it, and raises in its thread if it exceeds a limit.
+memory is full. While a template runs, a second thread checks it, and raises in its thread if it exceeds a limit. That
+thread cannot run inside one operation of C. So the process's address space is limited meanwhile (`'a' * 3000000000`,
+`'a'.center(3000000000)` and `'%3000000000d' % 1` then fail at once), and the few operations that take more time than
+memory are limited by their operands: `BoundedEnvironment`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import resource
 import threading
 import time
-from collections.abc import Callable, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from jinja2.filters import do_round, do_sum
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 
 from draftsmith.errors import UserError
 
 WITHIN_S = 20.0  # CPU time of its thread; the longest conversation takes a tenth of a second
 MOST_GROWTH_BYTES = 2 << 30  # growth of this process while the template runs
+MOST_BITS = 1 << 16  # of a number
 MOST_CHARACTERS = 32 << 20  # length of the template's output: four of the longest conversations
 LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not checked
+ADDRESS_SPACE = resource.getrlimit(resource.RLIMIT_AS)
 PAGE_BYTES = 4096
 
 Written = TypeVar("Written", bound=Sized)
@@ -48,7 +58,10 @@ def bounded(write: Callable[[], Written]) -> Written:
     watch.start()
     try:
         try:
-            written = write()
+            with _limited_memory():
+                written = write()
+        except MemoryError:
+            raise EndlessTemplate from None
         finally:
             ended.set()
             watch.join()
@@ -60,6 +73,64 @@ def bounded(write: Callable[[], Written]) -> Written:
     if len(written) > MOST_CHARACTERS:
         raise EndlessTemplate
     return written
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Sandbox of transformers' templates, in which no arithmetic takes long: numbers have `MOST_BITS` at most."""
+
+    intercepted_binops = frozenset(["**", "*", "//", "%"])
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.filters |= {"round": _bounded_round, "sum": _bounded_sum}
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right`.
+
+        Raises:
+            EndlessTemplate: An operand or the result is a number of too many bits.
+        """
+        if isinstance(left, int) and isinstance(right, int):
+            result_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if max(left.bit_length(), right.bit_length(), result_bits) > MOST_BITS:
+                raise EndlessTemplate
+        return super().call_binop(context, operator, left, right)
+
+
+# transformers builds the environment of every template by this name.
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+
+
+def _bounded_round(value: float, precision: int = 0, method: Any = "common") -> float:
+    """Round as Jinja's filter, which computes 10 to the power of the precision."""
+    if abs(precision) > MOST_BITS // 4:
+        raise EndlessTemplate
+    return do_round(value, precision, method)
+
+
+def _bounded_sum(environment: Any, values: Any, attribute: Any = None, start: Any = 0) -> Any:
+    """Sum numbers as Jinja's filter; lists, which it would copy once for each item, are refused."""
+    if not isinstance(start, int | float):
+        raise EndlessTemplate
+    return do_sum(environment, values, attribute, start)
+
+
+_bounded_sum.jinja_pass_arg = do_sum.jinja_pass_arg  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Limit the address space of this process to its present size and `MOST_GROWTH_BYTES` in this context."""
+    soft, hard = ADDRESS_SPACE
+    most = _size_bytes(0) + MOST_GROWTH_BYTES
+    if most == MOST_GROWTH_BYTES or 0 <= soft <= most:  # unknown, or limited already
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, ADDRESS_SPACE)
 
 
 def _watch(thread: int, ended: threading.Event) -> None:
@@ -78,8 +149,8 @@ def _spent_s(thread: int) -> float:
     return time.monotonic()
 
 
-def _size_bytes() -> int:
-    """Return the resident size of this process; 0 if it is unknown."""
+def _size_bytes(column: int = 1) -> int:
+    """Return the resident size of this process, or for column 0 that of its address space; 0 if it is unknown."""
     with suppress(OSError, ValueError, IndexError):
-        return int(STATUS.read_text().split()[1]) * PAGE_BYTES
+        return int(STATUS.read_text().split()[column]) * PAGE_BYTES
     return 0

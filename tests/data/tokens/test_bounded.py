@@ -1,6 +1,7 @@
 """A chat template that does not end or fills the memory is one sentence; others are unaffected."""
 
 import multiprocessing
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,6 +53,29 @@ def test_template_that_fills_the_memory_is_stopped(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EndlessTemplate):
         prompt_token_ids(tiny_tokenizer(HOLDING), HELLO)
     assert time.monotonic() - began < bounded.WITHIN_S / 2
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "(n ** (n ** n)) % 7", "(9 ** (9 ** 9)) // 3", "2 ** 60000 * 2 ** 60000", "1.5 | round(99999999, 'ceil')",
+        "('f' * 20000000) | int(0, 16) % 7", "range(100000) | map('list') | sum(start=[])",
+        "'a' * 3000000000", "[0] * 3000000000", "'a'.center(3000000000)", "'a' | center(3000000000)",
+        "'%3000000000d' % 1", "'%*d' % (3000000000, 1)", "'{:3000000000}'.format(1)", "'{:{}}'.format(1, 3000000000)",
+        "'a' | indent(3000000000, true)", "('a' * 99999).replace('a', 'b' * 99999)",
+        "['a'] | batch(3000000000, 0) | list",
+        "([0] * 99999) | join('b' * 99999)", "'\\t'.expandtabs(2000000000)", "(1).to_bytes(3000000000, 'big')",
+        "('a' * 99999).translate({97: 'b' * 99999})", "[0] | tojson(indent=3000000000)",
+    ],
+)  # fmt: skip
+def test_no_single_operation_takes_long_or_fills_the_memory(expression: str) -> None:
+    """The watching thread cannot interrupt it."""
+    began, limit = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(EndlessTemplate):
+        prompt_token_ids(tiny_tokenizer("{% set n = 9 %}{{ (" + expression + ") }}"), HELLO)
+    assert time.monotonic() - began < 10
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 << 20  # KiB
 
 
 def test_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
