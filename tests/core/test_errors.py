@@ -1,6 +1,5 @@
 """Errors of disks and paths are one sentence, come before the work where possible, and lose nothing."""
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +123,6 @@ def test_json_to_a_device_does_not_replace_it(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "real").read_text() == "[\n  1\n]\n"
     write_json(Path("/dev/null"), [1])
     assert Path("/dev/null").is_char_device()
-
-
-def test_shell_file_size_limit_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`ulimit -f`, hit while torch saves a file, whose error does not name the cause."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
-    try:
-        with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
-            torch.save(torch.zeros(40_000), tmp_path / "state.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caught.value.code == 2
-    assert "(`ulimit -a` tells the limits)" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_too_small_disk_is_reported_before_the_first_step(tmp_path: Path, tiny_disk: Path) -> None:

@@ -25,14 +25,6 @@ def test_result_records_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result["date"].endswith("Z")
 
 
-def test_script_path_is_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["benchmarks/against_others.py", "eval.runs=3"])
-    write_result(tmp_path / "a.json", {"tau": 2.5})
-    command = json.loads((tmp_path / "a.json").read_text())["command"]
-    assert command == "python benchmarks/against_others.py eval.runs=3"
-
-
 def test_result_records_another_process(tmp_path: Path) -> None:
     machine = Machine("Linux", "x86", 2, "1", 3 * 2**30)
     provenance = Provenance("2026-01-01T00:00:00Z", "abc", {"python": "3.11"}, machine)

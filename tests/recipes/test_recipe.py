@@ -1,17 +1,13 @@
 """Recipes: shipped ones parse; each mistake is one sentence with the file, the key and the nearest valid key."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from draftsmith.data.sources.files import open_records
 from draftsmith.errors import UserError
-from draftsmith.models.base.registry import drafter_place, is_published
-from draftsmith.models.target.loading import target_location
-from draftsmith.recipes.loading import first_stage, load_recipe
+from draftsmith.recipes.loading import load_recipe
 
 
 def write(folder: Path, values: Any) -> Path:
@@ -146,26 +142,6 @@ def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [line.strip() for line in text.splitlines() if "~" in line] == [
         "- ~/", "- '~'", "chat_template: ~/{{ messages }}",
     ]  # fmt: skip
-
-
-def test_paths_under_an_unknown_home_are_sentences(tmp_path: Path) -> None:
-    """They stay as they are, until a file is missing."""
-    file, unknown = write(tmp_path, {"name": "a"}), "~nosuchuser/x.yaml"
-    recipe = load_recipe(
-        file, [f"target.model={unknown}", f"data.conversations.source={unknown}", f"drafter.init={unknown}"]
-    )
-    assert (recipe.target.display_name, recipe.data.conversations.label) == (unknown, unknown)
-    for fails, sentence in (
-        (lambda: load_recipe(unknown), f"recipe file {unknown} does not exist"),
-        (lambda: load_recipe(file, [f"train=@{unknown}"]), f"{unknown} cannot be read"),
-        (lambda: first_stage(recipe), f"key `drafter.init`: recipe file {unknown} does not exist"),
-        (lambda: target_location(recipe.target), f"target.model {unknown} is not a folder"),
-        (lambda: open_records(recipe.data.conversations, "train"), unknown),
-    ):
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            fails()
-    assert drafter_place(unknown) == Path(unknown)
-    assert not is_published(unknown)
 
 
 # ---- extends ----
