@@ -140,8 +140,8 @@ def _try(row: Row, column: str, look: Callable[[], str]) -> None:
 @torch.no_grad()
 def _logits(target: PreTrainedModel) -> str:
     """Compare the shaped product of head and features with the target's logits of a text."""
+    from draftsmith.models.target.architectures import logit_shape
     from draftsmith.models.target.features import target_features
-    from draftsmith.models.target_logits import logit_shape
 
     ids, shape = torch.tensor([PROMPT]), logit_shape(target)
     logits = shape(target.get_output_embeddings()(target_features(target, ids)))

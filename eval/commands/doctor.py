@@ -54,6 +54,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
 from draftsmith.models.kernels.cpu_library import has_kernels
+from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,
@@ -63,7 +64,6 @@ from draftsmith.models.target.loading import (
     weights_hash,
 )
 from draftsmith.models.target.text_model import running_sentence
-from draftsmith.models.target_logits import logit_shape
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -486,7 +486,7 @@ def check_rows(
 def _check_target(target: PreTrainedModel) -> Iterator[Finding]:
     yield Finding("device", "ok", device_sentence(target.device))
     yield Finding("attention", "ok", running_sentence(target))
-    yield Finding("logits", "ok", f"the LM head's, {logit_shape(target)}")
+    yield Finding("logits", "ok", f"the LM head's, {check_logits(target)}")
 
 
 def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:

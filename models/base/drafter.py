@@ -23,8 +23,9 @@ from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, active, depth_labels, document_starts
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
+from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
-from draftsmith.models.target_logits import LogitShape, logit_shape
+from draftsmith.models.target_logits import LogitShape
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).

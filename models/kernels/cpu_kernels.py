@@ -6,9 +6,6 @@ Without the operations (`cpu_library.py`) all of it runs on torch's own.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,8 +22,6 @@ MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
 MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
-# Lengths of the documents that one sequence of a forward consists of, in `attending_apart`.
-_lengths: ContextVar[list[int] | None] = ContextVar("lengths", default=None)
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
@@ -60,13 +55,7 @@ def grouped_sdpa(
     reads shared heads as they are.
     """
     plain = options.get("position_bias") is None and options.get("cache") is None
-    scale, lengths = options.get("scaling"), _document_lengths()
-    if lengths is not None:
-        parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-        outs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts
-        ]
-        return torch.cat([out.transpose(1, 2) for out in outs], dim=1), None
+    scale = options.get("scaling")
     # DeepSeek's values, for one, are of another size than its keys.
     alike = all(
         part.dtype == query.dtype and part.shape[3] == query.shape[3] and part.stride(3) == 1 for part in (key, value)
@@ -81,27 +70,8 @@ def grouped_sdpa(
     return out.transpose(1, 2).contiguous(), None
 
 
-def grouped_mask(*args: Any, **options: Any) -> Tensor | None:
-    """Return the mask of `sdpa`, or None if documents are attended to separately."""
-    return None if _document_lengths() is not None else sdpa_mask(*args, **options)
-
-
-def _document_lengths() -> list[int] | None:
-    return None if torch.compiler.is_compiling() else _lengths.get()  # which compiled code, for decoding, cannot read
-
-
 AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
-AttentionMaskInterface.register(GROUPED_SDPA, grouped_mask)
-
-
-@contextmanager
-def attending_apart(lengths: list[int]) -> Iterator[None]:
-    """Attend in `grouped_sdpa` causally within each document of one sequence, without a mask of all its tokens."""
-    token = _lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _lengths.reset(token)
+AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> None:

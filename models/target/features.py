@@ -12,21 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models.kernels.cpu_kernels import GROUPED_SDPA, attending_apart
 from draftsmith.models.kernels.cpu_layers import CpuTarget
 from draftsmith.models.target.view import target_value
-from draftsmith.models.target.windows import get_windows, has_recurrent_layers
-from draftsmith.models.target_logits import get_text_decoder
+from draftsmith.models.target.windows import get_windows
 
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1
 
-
-# Documents by which a target shows that it keeps them apart; its tolerance is relative to the features' size, in half
-# precision a multiple of its rounding unit.
-PROBE_LENGTHS = (5, 9, 3)
-PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
-_attends_apart: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _cpu_targets: weakref.WeakKeyDictionary[nn.Module, tuple[int | None, CpuTarget]] = weakref.WeakKeyDictionary()
 
 
@@ -41,32 +33,25 @@ def target_features(
     """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed.
 
     Args:
-        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. On a CPU a target that is
-            packed, or in half precision, does not run over it, and its features are zeros.
-        position_ids_bs: Of packed documents, from 0 on in each. On a CPU each is attended to apart, without a mask.
+        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. A target that our kernels
+            run on a CPU does not run over it, and its features are zeros.
+        position_ids_bs: Of packed documents, from 0 on in each. Our kernels run one after the other, without a mask.
         with_gradient: Of the target's weights.
     """
-    if with_gradient:
-        return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
     batch, length = input_ids_bs.shape
-    cpu_target = _cpu_target(target, layers, length)
-    is_apart = cpu_target is not None or _runs_apart(target, input_ids_bs, attention_mask_bs, position_ids_bs)
-    if not is_apart:
-        return _forward(target, input_ids_bs, position_ids_bs, layers)
+    cpu_target = None if with_gradient else _cpu_target(target, layers, length)
+    if cpu_target is None:
+        return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
     real_bs = torch.ones_like(input_ids_bs) if attention_mask_bs is None else attention_mask_bs
     tokens_t = real_bs.flatten().nonzero().squeeze(1)
     position_bs = torch.arange(length).expand(batch, length) if position_ids_bs is None else position_ids_bs
-    ids_1t, position_1t = (part.flatten()[tokens_t][None] for part in (input_ids_bs, position_bs))
-    begins_d = torch.cat([tokens_t.new_zeros(1), (position_1t[0].diff() != 1).nonzero().squeeze(1) + 1])
+    ids_t, position_t = (part.flatten()[tokens_t] for part in (input_ids_bs, position_bs))
+    begins_d = torch.cat([tokens_t.new_zeros(1), (position_t.diff() != 1).nonzero().squeeze(1) + 1])
     lengths = begins_d.diff(append=begins_d.new_tensor([len(tokens_t)])).tolist()
     if get_windows(target).reached(max(lengths)):
         return _forward(target, input_ids_bs, position_ids_bs, layers)
-    if cpu_target is not None:
-        documents = zip(*(part[0].split(lengths) for part in (ids_1t, position_1t)), strict=True)
-        features_tf = torch.cat([cpu_target.features(ids.tolist(), at.tolist(), layers) for ids, at in documents])
-    else:
-        with attending_apart(lengths):
-            features_tf = _forward(target, ids_1t, position_1t, layers)[0]
+    documents = zip(ids_t.split(lengths), position_t.split(lengths), strict=True)
+    features_tf = torch.cat([cpu_target.features(ids.tolist(), at.tolist(), layers) for ids, at in documents])
     grid = features_tf.new_zeros(input_ids_bs.numel(), features_tf.shape[1])
     return grid.index_copy_(0, tokens_t, features_tf).unflatten(0, input_ids_bs.shape)
 
@@ -103,39 +88,6 @@ def _forward(
         with contextlib.suppress(_AllTapped):
             target.base_model(input_ids=input_ids_bs, position_ids=position_ids_bs, use_cache=False)
         return tap.take()
-
-
-def _runs_apart(
-    target: PreTrainedModel, input_ids_bs: Tensor, attention_mask_bs: Tensor | None, position_ids_bs: Tensor | None
-) -> bool:
-    """Return True if the batch's documents run one behind the other, each attended to apart."""
-    # In fp32 a padded batch stays as it is: the kernel's blocks depend on its length, and rounding on these.
-    is_padded = attention_mask_bs is not None and len(input_ids_bs) > 1 and target.dtype != torch.float32
-    # First, as a target that is split among processes runs the trial in all of them.
-    return _can_attend_apart(target) and (is_padded or position_ids_bs is not None)
-
-
-def _can_attend_apart(target: PreTrainedModel) -> bool:
-    """Return True if the target's attention is all in `grouped_sdpa`; tried once on a few tokens."""
-    if target not in _attends_apart:
-        is_grouped = target.config.get_text_config()._attn_implementation == GROUPED_SDPA
-        _attends_apart[target] = False  # in the trial
-        if is_grouped and target.device.type == "cpu" and not has_recurrent_layers(target):
-            get_windows(target)  # tried now too
-            with contextlib.suppress(Exception):  # of any type, from a model that takes no position ids
-                _attends_apart[target] = keeps_documents_apart(target, attending_apart([*PROBE_LENGTHS]))
-    return _attends_apart[target]
-
-
-def keeps_documents_apart(target: PreTrainedModel, context: contextlib.AbstractContextManager[None]) -> bool:
-    """Return True if packed documents have the features that each has alone, by a short forward in this context."""
-    ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
-    positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
-    with context:
-        packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]
-    alone_sd = torch.cat([target_features(target, part[None])[0] for part in ids_s.split(PROBE_LENGTHS)])
-    tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
-    return bool((packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean())
 
 
 class FeatureReader(Protocol):
@@ -232,6 +184,13 @@ class FeatureTap:
         self._caught[0] = inputs[0] if inputs else kwargs["hidden_states"]
         if self._stop_after == 0:
             raise _AllTapped
+
+
+def get_text_decoder(target: PreTrainedModel) -> nn.Module:
+    """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
+    base = target.base_model
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return decoder if isinstance(decoder, nn.Module) else base
 
 
 def drop_decoder_layers(target: PreTrainedModel) -> None:

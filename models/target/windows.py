@@ -6,19 +6,18 @@ build a mask for each type of layer: `{"full_attention": ..., "sliding_attention
 Shapes: A rows of a batch, N queries, S keys.
 """
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from draftsmith.models.target.architectures import SLIDING, is_known
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
-WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
 # Parts of names of layer types with a state instead of keys and values, which the nodes of a tree cannot share.
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
@@ -48,7 +47,7 @@ class Windows:
     Args:
         by_type: Windows by type of layer, for the types that have one.
         types: All types of layers, sorted.
-        unknown: The smallest window of a form that our masks do not support.
+        unknown: The smallest window that our masks do not support: of another form, or of an unknown type of target.
     """
 
     by_type: Mapping[str, Window]
@@ -103,52 +102,27 @@ class Windows:
         return f"{some} layers see {' or '.join(sizes) or f'a window of {self.unknown:,} tokens'}"
 
 
-def get_windows(target: Any) -> Windows:
-    """Return the windows of a target's layers: those of its config, if its class uses them.
-
-    For a target without weights, as in a plan, the class is not tested.
-    """
-    windows = _from_config(target.config.get_text_config())
-    if not windows.by_type or target.get_input_embeddings().weight.is_meta:
-        return windows
-    if target not in _windows:
-        _windows[target] = windows if _uses_windows(target) else Windows({}, windows.types, windows.unknown)
-    return _windows[target]
-
-
-@torch.no_grad()
-def _uses_windows(target: Any) -> bool:
-    """Return whether a window of one token changes the output, as some classes ignore their config's key."""
-    text = target.config.get_text_config()
-    original = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
-    ids, outputs = torch.arange(1, 4, device=target.device)[None], []
-    try:
-        for size in (len(ids[0]) + 1, 1):
-            for name in original:
-                setattr(text, name, size)
-            outputs.append(target.base_model(input_ids=ids, use_cache=False)[0])
-    finally:
-        for name, value in original.items():
-            setattr(text, name, value)
-    return not torch.allclose(*outputs)
-
-
-def _from_config(text: Any) -> Windows:
-    """Return the windows that the config of a text model describes."""
-    kinds = getattr(text, "layer_types", None) or []
-    sliding, chunk = (_size(text, name) for name in WINDOW_KEYS)
-    if kinds:
-        windows = {}
-        for kind in sorted(set(kinds)):
-            size, chunked = (chunk, True) if "chunked" in kind else (sliding, False)
-            if size is not None and ("chunked" in kind or "sliding" in kind):
-                windows[kind] = Window(size, chunked)
-        return Windows(windows, tuple(sorted(set(kinds))))
-    if sliding is not None and getattr(text, "use_sliding_window", True):
-        return Windows({"all": Window(sliding)}, ("all",))
+def get_windows(target: PreTrainedModel | PreTrainedConfig) -> Windows:
+    """Return the windows of a target's layers: those of its config, if its class uses them (`architectures.py`)."""
+    text: Any = (target if isinstance(target, PreTrainedConfig) else target.config).get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or []))
+    sliding, chunk = (_size(text, name) for name in ("sliding_window", "attention_chunk_size"))
+    windows = {}
+    for kind in kinds:
+        if chunk is not None and "chunked" in kind:
+            windows[kind] = Window(chunk, True)
+        elif sliding is not None and "sliding" in kind:
+            windows[kind] = Window(sliding)
+    known = is_known(text)
+    is_used = text.model_type in SLIDING if known else getattr(text, "use_sliding_window", True)
+    if not kinds and sliding is not None and is_used:
+        windows, kinds = {"all": Window(sliding)}, ["all"]
+    types = tuple(kinds or [FULL_ATTENTION])
+    if windows and not known:  # its class may ignore the key, or our masks
+        return Windows({}, types, min(window.tokens for window in windows.values()))
     # GPT-Neo's local layers mask by themselves, by columns.
-    local = "local" in (getattr(text, "attention_layers", None) or [])
-    return Windows({}, (FULL_ATTENTION,), _size(text, "window_size") if local else chunk)
+    is_local = "local" in (getattr(text, "attention_layers", None) or [])
+    return Windows(windows, types, _size(text, "window_size") if is_local else None if kinds else chunk)
 
 
 def _size(config: Any, name: str) -> int | None:
@@ -156,41 +130,9 @@ def _size(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-_windows: weakref.WeakKeyDictionary[nn.Module, Windows] = weakref.WeakKeyDictionary()
-_taking_masks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-
-
-def takes_masks(target: Any) -> bool:
-    """Return whether the target applies masks by type of layer; tested once on three tokens."""
-    windows = get_windows(target)
-    if windows.unknown is not None:
-        return False
-    if len(windows.types) == 1 or not windows.by_type or target.get_input_embeddings().weight.is_meta:
-        return True
-    if target not in _taking_masks:
-        _taking_masks[target] = _accepts_masks(target, windows)
-    return _taking_masks[target]
-
-
-@torch.no_grad()
-def _accepts_masks(target: Any, windows: Windows) -> bool:
-    """Check whether masks that hide all but the own token change the output, as they should."""
-    ids = torch.arange(1, 4, device=target.device)[None]
-    mask = torch.zeros(1, 1, 3, 3, dtype=target.dtype, device=target.device)
-    mask.masked_fill_(torch.ones_like(mask).triu(1) > 0, torch.finfo(mask.dtype).min)
-    place = torch.arange(3, device=target.device)
-    alone = Windows({kind: Window(1) for kind in windows.by_type}, windows.types)
-
-    def output(masks: Masks) -> Tensor:
-        hidden: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
-        return hidden
-
-    plain = output(mask)
-    try:
-        same, other = (output(each) for each in (dict.fromkeys(windows.types, mask), alone.masks(mask, place, place)))
-    except Exception:  # of any type, from a model that expects one mask
-        return False
-    return bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
+def takes_masks(target: PreTrainedModel | PreTrainedConfig) -> bool:
+    """Return True if the target's masks can be built here, by type of layer."""
+    return get_windows(target).unknown is None
 
 
 def get_max_positions(target: Any) -> int | None:

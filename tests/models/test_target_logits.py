@@ -15,8 +15,10 @@ from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.architectures import logit_shape
+from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
+from draftsmith.models.target_logits import PLAIN, LogitShape
 from draftsmith.recipes.schema import MethodConfig
 
 SCALED = [
@@ -46,11 +48,11 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "keys", "expected"), SCALED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logit_scale_and_cap_are_detected(
+def test_logit_scale_and_cap_are_the_targets(
     model_type: str, keys: dict[str, Any], expected: LogitShape, dtype: torch.dtype
 ) -> None:
     target = tiny_target(model_type, **keys).to(dtype)
-    assert logit_shape(target) == expected
+    assert logit_shape(target) == expected == check_logits(target)
     ids = torch.randint(3, VOCABULARY, (1, 9))
     product = target.get_output_embeddings()(target_features(target, ids))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -75,8 +77,24 @@ def test_other_functions_of_logits_are_refused() -> None:
             return output
 
     target.__class__ = Strange
-    with pytest.raises(UserError, match="logits of Strange are not its LM head's, scaled or capped by logit_scale"):
-        load_drafter_class("parallel").from_target(target, {})
+    with pytest.raises(UserError, match="logits of Strange are not its LM head's, scaled or capped by the keys"):
+        check_logits(target)
+    with pytest.raises(UserError, match="logits of ModernBertDecoderForCausalLM are not its LM head's"):
+        load_drafter_class("parallel").from_target(tiny_target("modernbert-decoder"), {})
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0])
+def test_unknown_target_is_read_by_its_keys_and_compared(scale: float) -> None:
+    """Here a class with its own code that ignores the key."""
+    target = tiny_target()
+    target.config.__class__ = type("OwnConfig", (type(target.config),), {"__module__": "transformers_modules.own"})
+    target.config.logit_scale = scale
+    assert logit_shape(target) == LogitShape(scale)
+    if scale == 1.0:
+        assert check_logits(target) == PLAIN
+    else:
+        with pytest.raises(UserError, match="largest difference"):
+            check_logits(target)
 
 
 def build_twins() -> tuple[PreTrainedModel, PreTrainedModel]:

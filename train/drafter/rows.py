@@ -21,7 +21,6 @@ Shapes: B batch, S sequence, D hidden, G depths.
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
-from draftsmith.models.target.features import keeps_documents_apart
+from draftsmith.models.target.checks import keeps_documents_apart
 
 # The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
 ROWS_COLUMN = "feature_rows"
@@ -162,7 +161,7 @@ def check_packing(target: PreTrainedModel) -> None:
     Raises:
         UserError: The target does not keep them apart: its architecture builds its mask in another way.
     """
-    if not keeps_documents_apart(target, nullcontext()):
+    if not keeps_documents_apart(target):
         raise UserError(
             f"key `data.packing`: a target of type {target.config.model_type} cannot keep packed conversations "
             "separate: set data.packing=false"

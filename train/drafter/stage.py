@@ -23,6 +23,8 @@ from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
+from draftsmith.models.target.architectures import is_known
+from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import (
@@ -96,6 +98,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 
     with outside_the_launch():
         target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
+    if not (offline or is_known(target.config.get_text_config())):
+        check_logits(target)
     rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
         if not offline:  # where no document is computed

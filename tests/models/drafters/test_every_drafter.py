@@ -37,8 +37,8 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.loss import LOSSES, loss_weights, smooth_l1
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target_logits import logit_shape
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 

@@ -5,6 +5,8 @@ import json
 import pytest
 from generate import targets
 
+from draftsmith.models.target.architectures import KNOWN, LOGITS, OTHER_LOGITS, SLIDING
+
 FEW = ("llama", "cohere2", "gemma2", "gpt2", "gpt_oss", "olmo3", "opt", "qwen3_next")
 
 
@@ -15,6 +17,13 @@ def test_no_architecture_is_silently_wrong_as_a_target() -> None:
     page = json.loads(targets.RESULT.read_text(encoding="utf-8"))
     assert page["targets"] == {row.model_type: row.cells for row in rows}, "python docs/generate/targets.py"
     assert page["not_built"] == not_built
+
+
+def test_known_types_are_those_that_were_tried() -> None:
+    """Two names of the page have the text model of another type: Persimmon's and GPT-2's."""
+    page = json.loads(targets.RESULT.read_text(encoding="utf-8"))
+    assert page["targets"].keys() - {"fuyu", "gpt-sw3"} == KNOWN
+    assert {*LOGITS, *OTHER_LOGITS, *SLIDING} <= KNOWN
 
 
 @pytest.mark.slow
@@ -28,7 +37,7 @@ def test_page_agrees_with_the_check(model_type: str) -> None:
 
 def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's logits are compared with its own forward, not with values read from its config."""
-    monkeypatch.setattr("draftsmith.models.target_logits.logit_shape", lambda target: targets_shape)
+    monkeypatch.setattr("draftsmith.models.target.architectures.logit_shape", lambda target: targets_shape)
     from draftsmith.models.target_logits import LogitShape
 
     targets_shape = LogitShape(0.5)

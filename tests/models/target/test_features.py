@@ -1,7 +1,6 @@
 """Features of any layers are the target's hidden states, and unneeded layers do not run."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models.kernels import cpu_kernels
-from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
+from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
 
@@ -63,45 +61,6 @@ def test_layer_that_does_not_exist_is_reported() -> None:
 
 
 DOCUMENTS = (7, 12, 1, 5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "packed", "changes", "runs"),
-    [
-        (torch.bfloat16, False, {}, [(1, 25)]),
-        (torch.bfloat16, True, {}, [(1, 25)]),
-        (torch.float32, True, {}, [(1, 25)]),
-        (torch.float32, False, {}, [(4, 12)]),  # its results depend on the padding, so it runs unchanged
-        (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 4}, [(4, 12)]),
-        (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 50}, [(1, 25)]),
-    ],
-)
-def test_padding_is_skipped_and_documents_are_attended_separately(
-    dtype: torch.dtype, packed: bool, changes: dict[str, Any], runs: list[tuple[int, int]], monkeypatch: Any
-) -> None:
-    """Features equal those of each document alone, without a mask of all tokens; skipped padding has zeros."""
-    target = tiny_target(**changes).to(dtype)
-    use_grouped_sdpa(target)
-    parts = [torch.randint(3, VOCABULARY, (length,)) for length in DOCUMENTS]
-    alone = [target_features(target, part[None], layers=(1, FINAL_FEATURES))[0] for part in parts]
-    ids_bs, mask_bs = pad_sequence(parts, batch_first=True), pad_sequence([torch.ones_like(p) for p in parts], True)
-    positions_bs = None
-    if packed:  # padded on the right, as by `collate_right_padded`
-        ids_bs = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]
-        mask_bs = (torch.arange(28) < 25).long()[None]
-        positions_bs = torch.cat([torch.arange(length) for length in (*DOCUMENTS, 3)])[None]
-    target_features(target, ids_bs, mask_bs, positions_bs)  # after the trial with a few tokens
-    shapes, masks = [], []
-    target.base_model.embed_tokens.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
-    made = cpu_kernels.sdpa_mask
-    monkeypatch.setattr(cpu_kernels, "sdpa_mask", lambda *a, **o: (masks.append(1), made(*a, **o))[1])
-    features_bsf = target_features(target, ids_bs, mask_bs, positions_bs, (1, FINAL_FEATURES))
-    assert shapes == runs
-    found = features_bsf[mask_bs.bool()].split(DOCUMENTS)
-    if runs == [(1, 25)]:
-        assert not masks
-        assert not features_bsf[mask_bs == 0].any()
-    torch.testing.assert_close(torch.cat(found), torch.cat(alone))
 
 
 ONE_CALL = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -158,11 +117,3 @@ def test_packed_target_with_a_window_runs_its_own_forward() -> None:
     plain = target_features(target, ids)
     pack_linears(target)
     assert torch.equal(target_features(target, ids), plain)
-
-
-def test_target_with_other_attention_runs_the_batch_unchanged() -> None:
-    """BLOOM's masks contain ALiBi, and GPT-NeoX with `eager` attention does not call our kernel."""
-    target = tiny_model("gpt_neox").to(torch.bfloat16)
-    target.set_attn_implementation("eager")
-    ids_bs, mask_bs = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    assert torch.equal(target_features(target, ids_bs, mask_bs), target_features(target, ids_bs))

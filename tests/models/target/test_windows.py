@@ -176,6 +176,14 @@ def test_window_that_masks_cannot_express_limits_the_session() -> None:
     assert longest_sequence_tokens(target) == WINDOW
 
 
+def test_unknown_target_ends_where_its_window_does() -> None:
+    """Its class may ignore the window, or our masks: within it both are the same."""
+    target = build_windowed_target("gemma3")
+    target.config.__class__ = type("OwnConfig", (type(target.config),), {"__module__": "transformers_modules.own"})
+    assert longest_sequence_tokens(target) == WINDOW
+    assert get_windows(target).sentence() == "some layers see a window of 6 tokens"
+
+
 def test_hybrids_are_known_by_target_and_by_config() -> None:
     for target in map(tiny_target, HYBRIDS):
         assert has_recurrent_layers(target)
