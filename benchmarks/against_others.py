@@ -1,16 +1,16 @@
 """Speed of our decoding compared with the usual alternatives: transformers and llama.cpp.
 
     python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
-    python benchmarks/against_others.py smollm2-135m-draft_model target.model=FOLDER target.gguf_file=NAME.gguf
-        --ours smollm2-135m smollm2-135m-eagle
+    python benchmarks/against_others.py "smollm2-135m drafter.kind=draft_model" target.model=FOLDER
+        target.gguf_file=NAME.gguf --ours smollm2-135m "smollm2-135m drafter.kind=eagle"
 
 One run with the same target, prompts, token limit and end tokens, greedy; all sides take turns prompt by prompt.
 Seconds are of the whole answer, prefill included; decoding alone is also given for sides that report it.
 
 transformers: `generate`, its prompt lookup, and its assisted generation with the draft model of the first recipe, if
-that has a trained one (`draftsmith train embedded-draft_model`), with `--gamma` tokens a round, as ours does, and with
-its own defaults. Its target is a copy as a user has it, ours is packed as in an evaluation. Every answer of
-transformers' and of ours is compared with `generate`'s: exit code 1 if one differs, unless at a numerical tie.
+that has a trained one (`draftsmith train quickstart drafter.kind=draft_model`), with `--gamma` tokens a round, as ours
+does, and with its own defaults. Its target is a copy as a user has it, ours is packed as in an evaluation. Every answer
+of transformers' and of ours is compared with `generate`'s: exit code 1 if one differs, unless at a numerical tie.
 
 llama.cpp: plain decoding by `llama-server` (`make llamacpp-env`, or `--llama-server`), if the target is a GGUF file. In
 F32 and BF16 it has the target's weights, and answers that differ are counted: another implementation rounds otherwise.
@@ -49,7 +49,7 @@ from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel, as_causal_lm
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import load_compared
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig, Recipe
 
@@ -262,7 +262,8 @@ def get_ready(session: TargetSession, methods: list[Arm], workload: Workload) ->
 @exit_with_one_sentence()
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("recipe", nargs="?", default="embedded-draft_model", help="of the target, and of a draft model")
+    draft_model = "quickstart drafter.kind=draft_model"
+    parser.add_argument("recipe", nargs="?", default=draft_model, help="of the target, and of a draft model")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for every recipe")
     parser.add_argument("--ours", nargs="+", default=[], help="recipes of trained drafters that stand for us")
     parser.add_argument("--prompts", type=int, default=7)
@@ -272,8 +273,8 @@ def main() -> None:
     parser.add_argument("--llama-server", type=Path, help="by default one of PATH, or what `make llamacpp-env` built")
     arguments = parser.parse_args()
     overrides = [*arguments.overrides, "eval.temperatures=[0.0]"]
-    recipe = load_recipe(arguments.recipe, overrides)
-    others = [load_recipe(name, overrides) for name in arguments.ours]
+    (recipe,), _ = load_compared([arguments.recipe, *overrides])
+    others = load_compared([*arguments.ours, *overrides])[0] if arguments.ours else []
     for other in others:
         if other.target != recipe.target:
             raise UserError(f"recipes {recipe.name} and {other.name} have different targets: override target.model")

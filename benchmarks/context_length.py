@@ -31,7 +31,6 @@ from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.train.drafter.rows import answers_in, split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
-RECIPES = {"parallel": "quickstart"}  # of other kinds: embedded-KIND
 HELD_OUT_FRAC = 0.1
 
 
@@ -40,7 +39,7 @@ def make_recipe(options: Any, kind: str, name: str, *overrides: str) -> Recipe:
         f"runs_dir={options.runs}", f"name={name}", f"data.max_length_tokens={options.longest}",
         f"data.eval_rows_frac={HELD_OUT_FRAC}", f"train.max_steps={options.steps}", "data.distill.cut_answers=keep",
     )  # fmt: skip
-    return load_recipe(RECIPES.get(kind, f"embedded-{kind}"), [*shared, *overrides])
+    return load_recipe("quickstart", [f"drafter.kind={kind}", *shared, *overrides])
 
 
 def make_contexts(heldout: Dataset, length: int, count: int) -> list[list[int]]:

@@ -4,9 +4,11 @@
 after the key that precedes it; lists and scalars replace. `null` removes an inherited key, so that its default applies.
 A changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
 extended: they need no `name`. The override `drafter.kind` also drops `drafter.init`, and is added to the run's name.
+`{kind}` in the name of a method stands for `drafter.kind`.
 
-A recipe named by `drafter.init` is the first stage of a training in two. It has its own drafter and training; target,
-data, seed and `runs_dir` are those of the recipe that names it, so that both stages learn from the same tokens.
+A recipe named by `drafter.init`, alone or with its own values (`quickstart drafter.kind=eagle`), is the first stage
+of a training in two. It has its own drafter and training; target, data, seed and `runs_dir` are those of the recipe
+that names it, so that both stages learn from the same tokens.
 """
 
 import importlib.resources
@@ -53,6 +55,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         _apply_override(values, override)
     if "extends" in values:
         raise UserError("key `extends` cannot be an override: write it into a recipe file")
+    _name_methods(values)
     try:
         recipe = Recipe.model_validate(drop_unset(values))
     except ValidationError as error:
@@ -67,6 +70,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             f"{file}: the value of key `{unwritable}` contains a character that no text file can hold: remove it"
         )
     return recipe
+
+
+def _name_methods(values: dict[str, Any]) -> None:
+    """Replace `{kind}` in the names of methods by the drafter's kind, in place."""
+    drafter, evaluation = values.get("drafter"), values.get("eval")
+    kind = drafter.get("kind") if isinstance(drafter, dict) else None
+    methods = evaluation.get("methods") if isinstance(evaluation, dict) else None
+    for method in methods if isinstance(methods, list) else []:
+        if isinstance(method, dict) and isinstance(method.get("name"), str):
+            method["name"] = method["name"].replace("{kind}", str(kind or DrafterRecipe().kind))
 
 
 def _check_adapter(key: str, model: str | None) -> None:
@@ -321,11 +334,20 @@ def _kind(value: Any) -> str:
     return {type(None): "empty", list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"`{value!r}`")
 
 
+def _with_values(text: str) -> tuple[str, list[str]]:
+    """Split a recipe with its own values, as `quickstart drafter.kind=eagle`, into its file and its overrides."""
+    try:
+        file, *overrides = [text] if Path(text).is_file() else shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{text!r} is no recipe with its own values: {str(error).lower()}") from None
+    return file, overrides
+
+
 def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]:
     """Load the recipes of a comparison.
 
     Args:
-        arguments: Recipes; `key=value` overrides for all of them; and recipes with overrides of their own in one
+        arguments: Recipes; `key=value` overrides for all of them; and recipes with their own overrides in one
             argument, as `"quickstart drafter.options.num_masks=2"`, which are named after these unless they set `name`.
 
     Returns:
@@ -339,10 +361,7 @@ def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]
     for argument in arguments:
         if argument in shared:
             continue
-        try:
-            file, *own = [argument] if Path(argument).is_file() else shlex.split(argument)
-        except ValueError as error:
-            raise UserError(f"{argument!r} is no recipe with values of its own: {str(error).lower()}") from None
+        file, own = _with_values(argument)
         plain.append(load_recipe(file, shared))
         recipe = load_recipe(file, [*shared, *own])
         pairs = [each.partition("=") for each in own]
@@ -352,7 +371,9 @@ def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]
             recipe = load_recipe(file, [*shared, *own, f"name={name}"])
         compared.append(recipe)
     if not compared:
-        raise UserError("compare got no recipe: name some, as `draftsmith compare embedded-medusa embedded-eagle`")
+        raise UserError(
+            'compare got no recipe: name some, as `draftsmith compare quickstart "quickstart drafter.kind=eagle"`'
+        )
     return compared, plain
 
 
@@ -370,10 +391,13 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     """
     init, names = recipe.drafter.init, (*names, recipe.name)
     # A folder takes precedence over a shipped recipe of the same name.
-    if init is None or Path(init).is_dir() or ("/" in init and not init.endswith(RECIPE_SUFFIXES)):
+    if init is None or Path(init).is_dir():
         return None
     try:
-        first = load_recipe(init)
+        file, overrides = _with_values(init)
+        if "/" in file and not file.endswith(RECIPE_SUFFIXES):
+            return None
+        first = load_recipe(file, overrides)
     except UserError as error:
         raise UserError(f"key `drafter.init`: {error}") from None
     same = {key: getattr(recipe, key) for key in ("runs_dir", "seed", "target", "data")}

@@ -1,4 +1,4 @@
-"""What was removed in this release: for each key, value, shipped recipe or command-line option, what to use instead.
+"""Keys, values, shipped recipes and command-line options that this release removed, each with what to use instead.
 
 An entry stays for one release, so that a recipe, run folder or checkpoint of the release before is never misread.
 """
@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """What replaces a removed key, value or recipe."""
+    """Replacement of a removed key, value, recipe or option."""
 
     instead: str  # end of the sentence "... was removed: "
     unset: tuple[Any, ...] = (None,)  # values that changed nothing; resolved recipes hold them, so they are dropped
 
 
+_KINDS = (
+    "dflash", "dflash2", "draft_model", "dspark", "eagle", "eagle3", "eagle_parallel", "hydra", "medusa", "medusa2",
+    "peagle",
+)  # fmt: skip
+_SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
@@ -29,10 +34,24 @@ REMOVED: dict[str, Removed] = {
     "export.to=eagle": Removed("export to vllm or sglang"),
     "export.to=medusa": Removed("export to vllm"),
     "export.to=hydra": Removed("no engine serves Hydra; `draftsmith serve` does"),
-    "recipe=embedded-lilicorr": Removed("use embedded-dflash2"),
-    "recipe=smollm2-135m-lilicorr": Removed("use smollm2-135m-dflash2"),
+    **{f"recipe=embedded-{kind}": Removed(f"use `quickstart drafter.kind={kind}`") for kind in _KINDS},
+    **{f"recipe={_SMOLLM2}-{kind}": Removed(f"use `{_SMOLLM2} drafter.kind={kind} {_REDUCED}`") for kind in _KINDS},
+    "recipe=embedded-parallel": Removed("use quickstart"),
+    "recipe=embedded-pass": Removed("use `quickstart drafter.kind=pass_embeddings train.optimizer=adamw`"),
+    "recipe=embedded-jetspec": Removed("use `quickstart drafter.kind=dflash drafter.options.causal=true`"),
+    "recipe=embedded-lilicorr": Removed("use `quickstart drafter.kind=dflash2`"),
+    "recipe=embedded-two_stage": Removed("use smollm2-135m-two_stage, with your `target` and `data`"),
+    "recipe=smollm2-135m-parallel": Removed("use smollm2-135m"),
+    "recipe=smollm2-135m-pass": Removed("use `smollm2-135m drafter.kind=pass_embeddings train.optimizer=adamw`"),
+    "recipe=smollm2-135m-markov": Removed("use `smollm2-135m drafter.options.markov_rank=64`"),
+    "recipe=smollm2-135m-lilicorr": Removed(f"use `smollm2-135m drafter.kind=dflash2 {_REDUCED}`"),
+    "recipe=smollm2-135m-medusa_shared": Removed(
+        f"use `smollm2-135m drafter.kind=medusa drafter.options.lm_heads=shared {_REDUCED}`"
+    ),
     "recipe=qwen3-8b-lilicorr": Removed("use qwen3-8b-dflash2"),
-    "recipe=embedded-jetspec": Removed("use quickstart, or embedded-dflash with drafter.options.causal=true"),
+    "recipe=llama3-8b-eagle-parallel": Removed("use llama3-8b-parallel, which begins with the overrides for it"),
+    "recipe=llama2-7b-chat-eagle_parallel": Removed("use vicuna-7b-eagle_parallel with Llama 2 as `target.model`"),
+    "recipe=llama2-7b-chat-medusa_parallel": Removed("use vicuna-7b-medusa_parallel with Llama 2 as `target.model`"),
 }
 
 

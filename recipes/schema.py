@@ -373,7 +373,8 @@ class DrafterRecipe(Section):
         None,
         min_length=1,
         description="start from another trained drafter's weights: its folder, a Hub id, or a recipe (a file or "
-        "a shipped name); `draftsmith run` first trains that recipe's drafter, on this recipe's target and data",
+        "a shipped name), also with its own values, as `quickstart drafter.kind=eagle`; `draftsmith run` first "
+        "trains that recipe's drafter, on this recipe's target and data",
     )
     init_vocabulary: Literal["own", "extended"] = Field(
         "own",
@@ -412,7 +413,9 @@ class MethodConfig(Section):
     Default: a tree of the run's drafter; `kind` names another method, a file in `eval/methods/`.
     """
 
-    name: MethodName = Field(description="name of the method in tables and pictures")
+    name: MethodName = Field(
+        description="name of the method in tables and pictures; `{kind}` in it stands for `drafter.kind`"
+    )
     kind: str = Field(
         DRAFTER_KIND,
         description="`drafter`, or a method that needs no training, a file of `eval/methods/`: prompt_lookup, "

@@ -23,7 +23,6 @@ from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from gpu.step import Step, run_step
 
 FIRST = ("parallel", "eagle", "medusa", "eagle_parallel", "eagle3", "hydra")  # most used, in case time is short
-RECIPES = {"pass_embeddings": "embedded-pass"}
 PROMPT = list(range(5, 45))
 SESSION_TOKENS = 160
 TREES: dict[str, dict[str, Any]] = {
@@ -46,8 +45,8 @@ def main(step: Step) -> None:
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    """Return the drafter's options in the kind's recipe for the embedded target."""
-    return load_recipe(RECIPES.get(kind, f"embedded-{kind}")).drafter.options
+    """Return the drafter's options in `quickstart`, or the defaults of another kind."""
+    return load_recipe("quickstart", [f"drafter.kind={kind}"]).drafter.options
 
 
 def target_in(step: Step, dtype: str) -> Any:

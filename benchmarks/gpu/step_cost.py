@@ -142,8 +142,8 @@ def drafts_and_rounds(step: Step, session: TargetSession, target: Any) -> None:
             if not step.has_time(key, step.size(15, 2)):
                 continue
             with step.part(key):
-                recipe = load_recipe(f"smollm2-135m-{kind}").drafter
-                options = recipe.options | step.size({}, {"draft_vocab_size": None})
+                recipe = load_recipe("smollm2-135m", [f"drafter.kind={kind}"]).drafter
+                options = recipe.options | {"draft_vocab_size": step.size(16384, None)}
                 drafter = load_drafter_class(kind).from_target(target, options).to(target.dtype)
                 drafter.attach(target)
                 decoder: SequenceDecoder = drafter.freeze().decoder(session.max_length_tokens)

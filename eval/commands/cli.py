@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import yaml
 
 from draftsmith.errors import UserError, masked, read_api_key
 from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
@@ -233,9 +234,31 @@ def demo(
     tell(result.as_json())
 
 
-@app.command(rich_help_panel=START, short_help="List the shipped recipes")
-def recipes() -> None:
-    """List the shipped recipes, one a line. Copy one, or name it as `extends:` of your own."""
+@app.command(rich_help_panel=START, short_help="List the shipped recipes, or show one resolved")
+def recipes(
+    show: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[show RECIPE [section.key=value ...]]",
+            help="Print what runs: a recipe with all that it extends, your values and all defaults, as YAML.",
+        ),
+    ] = None,
+) -> None:
+    """List the shipped recipes, one a line, or show one. Copy one, or name it as `extends:` of your own."""
+    if show:
+        from draftsmith.models.base.registry import load_drafter_class
+
+        if show[0] != "show" or len(show) < 2:
+            raise UserError(f"recipes takes nothing, or `show RECIPE [section.key=value ...]`, not {' '.join(show)}")
+        recipe = load_recipe(show[1], show[2:])
+        options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+        values = masked(recipe.model_dump())
+        # null: from the target's config
+        values["drafter"]["options"] = {name: field.default for name, field in options.items()} | recipe.drafter.options
+        tell(values)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
     listed = {name: summary_of(file) for name, file in shipped_files().items()}
     tell(listed)
     width = max(map(len, listed))

@@ -16,7 +16,7 @@ of a deeper, rarer depth a little more. What hard against soft is worth is not m
 quickstart's data, 1,970 steps, KL, a tree of 12 nodes has a tau of 2.42 with `class_weight` 1 and lambda_j = 1, 2.61
 with 0.1 and lambda_j = 0.5**j.
 
-`mask_residual`, `keep_ratio` and `markov_rank` are not the paper's; see `parallel.py`.
+`mask_residual`, here the default, `keep_ratio` and `markov_rank` are not the paper's; see `parallel.py`.
 
 Shapes: K masks, D hidden, E = D input width of the layer.
 """
@@ -42,7 +42,7 @@ class EagleParallelConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         depth_weights: DepthWeights = 1.0
-        mask_residual: MaskResidual = False
+        mask_residual: MaskResidual = True
 
 
 class EagleParallelDrafter(EagleDrafter):

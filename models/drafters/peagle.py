@@ -29,7 +29,7 @@ class PEagleConfig(Eagle3ShapeConfig):
     class Options(Eagle3ShapeOptions, MaskOptions):
         """The keys of `drafter.options` in a recipe."""
 
-        num_layers: NumLayers = 1
+        num_layers: NumLayers = 2  # the masks read the newest token by attention alone: one layer learns that slowly
         mask_token_id: MaskTokenId = Field(None, validate_default=True)
 
 

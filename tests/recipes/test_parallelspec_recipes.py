@@ -13,8 +13,7 @@ from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.write import models_without_weights
 
-TARGETS = ("vicuna-7b", "llama2-7b-chat")
-MEDUSA, EAGLE = ([f"{target}-{flavour}_parallel" for target in TARGETS] for flavour in ("medusa", "eagle"))
+MEDUSA, EAGLE = "vicuna-7b-medusa_parallel", "vicuna-7b-eagle_parallel"
 # Hidden size, intermediate size and layers of Llama 7B and 13B, whose head size is 128.
 SIZES = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}
 
@@ -39,7 +38,7 @@ def recipe_of_size(name: str, size: str, tmp_path: Path) -> Recipe:
 def test_medusa_flavour_has_the_papers_parameters(size: str, millions: int, tmp_path: Path) -> None:
     """Section 5.1: 202M for 7B models, 317M for 13B. A layer with two norms, a final norm and four masks."""
     hidden, inner, _ = SIZES[size]
-    found = count_parameters(recipe_of_size(MEDUSA[0], size, tmp_path))
+    found = count_parameters(recipe_of_size(MEDUSA, size, tmp_path))
     assert found == 4 * hidden**2 + 3 * hidden * inner + (2 + 1 + 4) * hidden
     assert found // 10**6 == millions
 
@@ -47,35 +46,28 @@ def test_medusa_flavour_has_the_papers_parameters(size: str, millions: int, tmp_
 def test_eagle_flavour_has_one_more_projection(tmp_path: Path) -> None:
     """EAGLE's layer has one norm and no final norm; a mask is an embedding and a feature."""
     hidden, inner, _ = SIZES["7B"]
-    found = count_parameters(recipe_of_size(EAGLE[0], "7B", tmp_path))
+    found = count_parameters(recipe_of_size(EAGLE, "7B", tmp_path))
     assert found == 4 * hidden**2 + 3 * hidden * inner + 2 * hidden**2 + hidden + 4 * 2 * hidden
     assert round(found / 1e6, 1) == 236.0
 
 
-def test_both_targets_have_the_same_drafters_and_trees() -> None:
-    for vicuna, llama in (MEDUSA, EAGLE):
-        parts = {"data", "drafter", "train", "eval", "seed"}
-        assert load_recipe(vicuna).model_dump(include=parts) == load_recipe(llama).model_dump(include=parts)
-
-
 def test_trees_are_those_of_the_baselines() -> None:
     """Each level has the nodes of EAGLE's and Medusa's code; both flavours are equal."""
-    trees = {method.name: method.paths or [] for method in load_recipe(MEDUSA[0]).eval.methods}
+    trees = {method.name: method.paths or [] for method in load_recipe(MEDUSA).eval.methods}
     levels = {name: [sum(len(path) == depth for path in tree) for depth in range(1, 6)] for name, tree in trees.items()}
     assert levels == {
-        "medusa_parallel-tree_of_25": [4, 8, 8, 3, 2],
-        "medusa_parallel-tree_of_63": [10, 28, 23, 2, 0],
+        "tree_of_25": [4, 8, 8, 3, 2],
+        "tree_of_63": [10, 28, 23, 2, 0],
     }
-    (method,) = load_recipe(EAGLE[0]).eval.methods
-    assert method.paths == trees["medusa_parallel-tree_of_25"]
+    assert load_recipe(EAGLE).eval == load_recipe(MEDUSA).eval
 
 
-@pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
-def test_table_2_overrides_in_the_recipe_header(name: str) -> None:
-    """The target generates the answers, within vLLM's limits of prompt and answer, in a separate run folder."""
-    (overrides,) = re.findall(r"^#   (name=.*)$", find_recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
-    recipe = load_recipe(name, overrides.split())
-    assert recipe.name == f"{name}-table2"
+def test_overrides_in_the_recipe_header() -> None:
+    """In table 2 the target generates the answers, within vLLM's limits of prompt and answer, in a separate folder."""
+    commands = re.findall(r"^#   (name=.*)$", find_recipe(MEDUSA).read_text(encoding="utf-8"), re.MULTILINE)
+    recipe, llama = (load_recipe(MEDUSA, overrides.split()) for overrides in commands)
+    assert (llama.target.model, llama.target.chat_template) == ("meta-llama/Llama-2-7b-chat-hf", None)
+    assert recipe.name == f"{MEDUSA}-table2"
     distill = recipe.data.distill
     assert (distill.engine, distill.temperature) == ("vllm", 0.0)
     assert distill.options["max_model_len"] == recipe.data.max_length_tokens + distill.max_new_tokens

@@ -1,5 +1,6 @@
 """Every shipped recipe builds: its drafter on a small target of its architecture, training arguments, trees."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
 from draftsmith.eval.methods.drafter import tree_builder
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.target.loading import EMBEDDED_TARGET
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import load_compared, load_recipe
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
 SMOLLM2 = "smollm2-135m"
+KINDS = [kind for kind in drafter_kinds() if kind != "parallel"]
 # Layers and vocabulary of the real target if a recipe depends on them; these are enough for the others.
 SIZES, FEW = {SMOLLM2: (30, 49_152), "qwen2.5-coder": (28, 151_936)}, (8, 40)
 
@@ -32,10 +34,12 @@ def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTraine
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_builds(name: str, tmp_path: Path) -> None:
-    recipe = load_recipe(name)
-    assert recipe.name == name
+@pytest.mark.parametrize(("name", "kind"), [*((name, None) for name in RECIPES), *((SMOLLM2, k) for k in KINDS)])
+def test_recipe_builds(name: str, kind: str | None, tmp_path: Path) -> None:
+    """A kind as an override takes its own options, and is in the names of the run and of its methods."""
+    recipe = load_recipe(name, [] if kind is None else [f"drafter.kind={kind}"])
+    assert recipe.name == (name if kind is None else f"{name}-{kind}")
+    assert kind is None or all(method.name.startswith(f"{kind}-") for method in recipe.eval.methods)
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
     assert arguments.learning_rate == recipe.train["learning_rate"]
     layers, vocabulary = next((sizes for start, sizes in SIZES.items() if name.startswith(start)), FEW)
@@ -48,18 +52,17 @@ def test_recipe_builds(name: str, tmp_path: Path) -> None:
     decoder.observe(torch.tensor([4]), features[-1:])
     stepwise = isinstance(decoder, StepwiseDecoder)
     drafted = decoder.begin() if stepwise else decoder.draft()
-    columns = recipe.drafter.options.get("draft_vocab_size", vocabulary)
+    columns = recipe.drafter.options.get("draft_vocab_size") or vocabulary
     assert drafted.shape == (1 if stepwise else drafter.config.num_depths, columns)
     trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
     assert len(trees) == len(recipe.eval.methods) >= 1
 
 
-def test_smollm2_recipes_cover_every_kind_and_share_one_dataset() -> None:
+def test_smollm2_table_covers_every_kind_and_shares_one_dataset() -> None:
     """`compare` distils once for recipes with equal target, data and seed, and measures them together."""
-    recipes = [load_recipe(name) for name in RECIPES if name.startswith(SMOLLM2)]
-    kinds = {file.stem for file in (ROOT / "models" / "drafters").glob("*.py") if file.stem != "__init__"}
-    kinds -= {recipe.drafter.kind for recipe in recipes}
-    assert {f"recipes/{SMOLLM2}-{kind}.yaml" for kind in kinds} == set(), "recipes that are missing"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^(KINDS :=.* {kind}\b|\w+ := drafter\.kind={kind} )", makefile, re.M) for kind in KINDS)
+    recipes, _ = load_compared([SMOLLM2, f"{SMOLLM2}-two_stage", *(f"{SMOLLM2} drafter.kind={kind}" for kind in KINDS)])
     assert len({recipe.model_dump_json(include={"seed", "target", "data"}) for recipe in recipes}) == 1
     joint = joint_recipe(recipes, "table")
     _check_comparable(recipes, "table")

@@ -64,7 +64,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "eagle_parallel": [
         {"mask_residual": True, "keep_ratio": 0.8, "loss": "ce", "fc_bias": True, "first_token": False},
-        {"markov_rank": 5, "draft_vocab_size": 40, "sliding_window": 6},
+        {"markov_rank": 5, "draft_vocab_size": 40, "sliding_window": 6, "mask_residual": False},
+        {"mask_residual": False},
     ],
     "eagle3": [
         {"draft_vocab_size": 40, "feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True},
@@ -87,7 +88,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "pass_embeddings": [{"draft_vocab_size": 40, "sliding_window": 6}],
     "peagle": [
         {"num_layers": 2, "first_token": False, "fc_norm": True, "sliding_window": 7},
-        {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce", "markov_rank": 5},
+        {"num_layers": 1},
+        {
+            "num_layers": 1,
+            "draft_vocab_size": 40,
+            "keep_ratio": 0.8,
+            "keep_ratio_min": 0.5,
+            "loss": "ce",
+            "markov_rank": 5,
+        },
     ],
 }
 # Two of three tokens, 40 in all, are in the data.
@@ -99,7 +108,10 @@ CASES = [
 ]
 # Row weights that depend on their group.
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
-    ("eagle_parallel", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
+    (
+        "eagle_parallel",
+        {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0, "mask_residual": False},
+    ),
     ("parallel", {"until_first_error": True, "loss": "kl"}),
     ("dflash", {"until_first_error": True}),
     ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),

@@ -57,7 +57,13 @@ def test_shipped_recipes_are_listed_one_per_line(tmp_path: Path) -> None:
     assert [*listed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
     assert listed["qwen3-8b-dspark"].endswith("for Qwen3-8B on one node of 80 GB GPUs, for vLLM, SGLang and llama.cpp")
     assert all(20 < len(summary) <= 150 for summary in listed.values())
-    assert f"{'quickstart'.ljust(30)}  {listed['quickstart']}\n" in result.stdout
+    assert f"{'quickstart'.ljust(max(map(len, listed)))}  {listed['quickstart']}\n" in result.stdout
+    command = ["recipes", "show", "quickstart", "drafter.kind=eagle", f"--json={tmp_path}/shown.json"]
+    result = RUNNER.invoke(cli.app, command)
+    shown = json.loads((tmp_path / "shown.json").read_text())
+    assert (shown["name"], shown["drafter"]["options"]["class_weight"]) == ("quickstart-eagle", 0.1)
+    assert "\n    fc_bias: false\n" in result.stdout
+    assert RUNNER.invoke(cli.app, ["recipes", "list"]).exit_code == 2
 
 
 def test_launched_trainer_reports_mistakes_in_one_sentence(tmp_path: Path) -> None:
@@ -72,7 +78,7 @@ def test_launched_trainer_reports_mistakes_in_one_sentence(tmp_path: Path) -> No
 def test_comparison_stays_below_runs_dir(tmp_path: Path) -> None:
     for name in ("../x", "a/b", "~", "a" * 300, "a\0b", ""):
         options = [f"runs_dir={tmp_path}/runs", "--name", name]
-        result = RUNNER.invoke(cli.app, ["compare", "quickstart", "embedded-medusa", *options])
+        result = RUNNER.invoke(cli.app, ["compare", "quickstart", "quickstart drafter.kind=medusa", *options])
         assert result.exit_code == 2
         assert result.stderr.startswith("error: option --name: must be at most 80 letters")
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,11 @@ from draftsmith.results import portable
 
 def test_recipes_with_values_of_their_own() -> None:
     """They are named after these values; another kind takes its own options, and only its name."""
-    quoted = ["quickstart drafter.options.num_masks=3", "embedded-eagle name=mine", "quickstart drafter.kind=medusa"]
+    quoted = [
+        "quickstart drafter.options.num_masks=3",
+        "quickstart drafter.kind=eagle name=mine",
+        "quickstart drafter.kind=medusa",
+    ]
     compared, plain = load_compared(["quickstart", "train.max_steps=3", *quoted])
     assert [(each.name, each.drafter.kind) for each in compared] == [
         ("quickstart", "parallel"),
@@ -40,7 +44,7 @@ def test_recipes_with_values_of_their_own() -> None:
     ]
     assert (compared[1].drafter.options["num_masks"], compared[3].drafter.options) == (3, {})
     assert {each.train["max_steps"] for each in compared} == {3}
-    assert [each.name for each in plain] == ["quickstart", "quickstart", "embedded-eagle", "quickstart"]
+    assert [each.name for each in plain] == ["quickstart"] * 4
     assert load_compared(["quickstart target.model=owner/one"])[0][0].name == "quickstart-model-owner-one"
 
 
@@ -53,9 +57,9 @@ def test_joint_recipe_names_every_drafter() -> None:
         for inputs in ("hidden", "both")
         for tree in ("chain", "tree", "tree-lookup")
     ]
-    kept = joint_recipe([load_recipe("quickstart"), load_recipe("embedded-medusa")], "table")
+    kept = joint_recipe([load_recipe("quickstart"), load_recipe("quickstart", ["drafter.kind=medusa"])], "table")
     assert [method.name for method in kept.eval.methods] == [
-        "parallel-chain", "parallel-tree", "parallel-tree-lookup", "medusa-chain", "medusa-tree",
+        "parallel-chain", "parallel-tree", "parallel-tree-lookup", "medusa-chain", "medusa-tree", "medusa-tree-lookup",
     ]  # fmt: skip
 
 
@@ -73,14 +77,14 @@ def test_seeds_repeat_training_and_measure_other_methods_once() -> None:
 
 
 def test_incomparable_recipes_are_refused() -> None:
-    for other, overrides, table, sentence in (
-        ("embedded-medusa", ["eval.max_new_tokens=64"], "table", r"as eval\.max_new_tokens differ"),
-        ("embedded-medusa", ["target.dtype=float64"], "table", "as target differ"),
-        ("embedded-medusa", [], "quickstart", "option --name: quickstart is the name of a recipe"),
-        ("quickstart", [], "table", "key `name`: .* give each a different name"),
+    for overrides, table, sentence in (
+        (["name=other", "eval.max_new_tokens=64"], "table", r"as eval\.max_new_tokens differ"),
+        (["name=other", "target.dtype=float64"], "table", "as target differ"),
+        (["name=other"], "quickstart", "option --name: quickstart is the name of a recipe"),
+        ([], "table", "key `name`: .* give each a different name"),
     ):
         with pytest.raises(UserError, match=sentence):
-            compare([load_recipe("quickstart"), load_recipe(other, overrides)], table)
+            compare([load_recipe("quickstart"), load_recipe("quickstart", overrides)], table)
 
 
 def test_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +93,8 @@ def test_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest.M
     for name in ("make_drafter", "reuse_data"):
         monkeypatch.setattr(f"{module}.{name}", lambda *_: None)
     monkeypatch.setattr(f"{module}.run_eval", lambda recipe, *_: measured.append(recipe.name) or [])
-    compare([load_recipe("embedded-medusa2"), load_recipe("embedded-medusa")], "table")
-    assert measured == ["table", "embedded-medusa2"]
+    compare([load_recipe("quickstart", [f"drafter.kind={kind}"]) for kind in ("medusa2", "medusa")], "table")
+    assert measured == ["table", "quickstart-medusa2"]
 
 
 def test_data_are_reused_only_if_settings_match(tmp_path: Path) -> None:

@@ -121,8 +121,9 @@ def test_changed_source_is_refused(tmp_path: Path) -> None:
         ("./nothing/here", "./nothing/here is not a folder: give a drafter's folder, a recipe or a Hub id"),
         ("a/b/c", "a/b/c is not a folder"),
         ("nobody/has-this", "drafter.init nobody/has-this cannot be loaded"),
-        ("embedded-eagel", "`drafter.init`: recipe file embedded-eagel does not exist: did you mean `embedded-eagle`"),
-        ("embedded-eagle", "of embedded-eagle is not trained yet .*`draftsmith run` with this recipe trains it first"),
+        ("quickstar", "`drafter.init`: recipe file quickstar does not exist: did you mean `quickstart`"),
+        ("embedded-eagle", "`embedded-eagle` was removed: use `quickstart drafter.kind=eagle`"),
+        ("quickstart drafter.kind=eagle", "is not trained yet .*`draftsmith run` with this recipe trains it first"),
         ("TMP", "TMP is not the folder of a trained drafter"),
     ],
 )
@@ -250,15 +251,15 @@ def test_two_stages_resume_after_an_interruption_in_either(
 def test_first_stage_uses_the_data_of_the_second() -> None:
     recipe = Recipe.model_validate(
         {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
-         "drafter": {"kind": "eagle_parallel", "init": "embedded-eagle"}}
+         "drafter": {"kind": "eagle_parallel", "init": "quickstart drafter.kind=eagle train.learning_rate=1"}}
     )  # fmt: skip
     first = first_stage(recipe)
     assert first is not None
-    assert (first.name, first.drafter.kind, first.train["learning_rate"]) == ("embedded-eagle", "eagle", 6e-3)
+    assert (first.name, first.drafter.kind, first.train["learning_rate"]) == ("quickstart-eagle", "eagle", 1)
     assert (first.runs_dir, first.seed, first.data, first.target) == ("there", 3, recipe.data, recipe.target)
     of_seed = first_stage(recipe.model_copy(update={"name": "two-seed-2", "train": {"seed": 5}}))
     assert of_seed is not None
-    assert (of_seed.name, of_seed.train["seed"]) == ("embedded-eagle-seed-2", 5)
+    assert (of_seed.name, of_seed.train["seed"]) == ("quickstart-eagle-seed-2", 5)
 
 
 def test_circular_init_is_refused(tmp_path: Path) -> None:

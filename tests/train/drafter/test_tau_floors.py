@@ -2,7 +2,7 @@
 
     pytest -m nightly -rP tests/train/drafter/test_tau_floors.py     # prints tau, and its interval over questions
 
-The embedded target's own answers, 200 steps of each kind's shipped recipe, then chains over held-out answers at T = 0,
+The embedded target's own answers, 200 steps of each kind with AdamW, then chains over held-out answers at T = 0,
 replayed through the kind's decoder. A mistake in training or decoding costs at least half of the accepted draft tokens;
 another seed, or a processor with other rounding, a few per cent.
 """
@@ -47,18 +47,31 @@ FLOORS = {
     "peagle": (1.5, 1.676),
 }
 SETTING = (
-    "data.conversations.limit=500", "data.distill.max_new_tokens=96", "data.distill.cut_answers=keep",
+    "train.optimizer=adamw", "train.muon_learning_rate=null", "data.conversations.limit=500",
+    "data.distill.max_new_tokens=96", "data.distill.cut_answers=keep",
     "data.eval_rows_frac=0.1", "train.max_steps=200", "train.save_steps=1000",
 )  # fmt: skip
+LEARNING_RATES = {
+    "dflash": 2e-3, "dflash2": 2e-3, "dspark": 2e-3, "eagle": 6e-3, "eagle_parallel": 6e-3, "peagle": 2e-3,
+    "pass_embeddings": 1e-2,
+}  # fmt: skip
 # Medusa-2 first trains its heads alone; its change of the target must be trained too.
-OPTIONS = {"medusa2": ("drafter.options.warmup_steps=100",)}
+OPTIONS = {
+    "dflash2": "{selector_rank: 64, selector_top_k: 12}",
+    "draft_model": "{draft_depth: 4}",
+    "dspark": "{markov_rank: 64}",
+    "eagle_parallel": "{class_weight: 1.0}",
+    "medusa2": "{warmup_steps: 100}",
+    "parallel": "{mask_residual: true}",
+    "peagle": "{num_layers: 3}",
+}
 MAX_LENGTH_TOKENS = 512 + 96
 
 
 def floor_recipe(kind: str, runs_dir: Path, *overrides: str) -> Recipe:
-    """Return a kind's shipped recipe on the embedded target with the settings of the floors."""
-    name = f"embedded-{kind.removesuffix('_embeddings')}"
-    return load_recipe(name, [f"runs_dir={runs_dir}", *SETTING, *OPTIONS.get(kind, ()), *overrides])
+    """Return a recipe of this kind on the embedded target with the settings of the floors."""
+    own = f"drafter.options={OPTIONS.get(kind, '{}')}", f"train.learning_rate={LEARNING_RATES.get(kind, 4e-3)}"
+    return load_recipe("quickstart", [f"runs_dir={runs_dir}", f"drafter.kind={kind}", *own, *SETTING, *overrides])
 
 
 @pytest.fixture(scope="module")
