@@ -562,7 +562,7 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
-    versions = exporting.version_sentence(recipe.drafter.kind, to)
+    versions = exporting.version_sentence(config, to)
     yield Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}")
     if command is not None:
         yield Finding("command", "ok", command)

@@ -13,7 +13,8 @@ Where we decide what the paper leaves open:
 
 `markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_vocab.py`).
 
-A drafter for serving engines has `inputs: embedding` and `shared_mask: true`, PARD's shape (arXiv 2504.18583).
+vLLM serves it in full by draftsmith's plugin (`formats/vllm_parallel.py`). Without a plugin it must have PARD's shape
+(arXiv 2504.18583): `shared_mask: true` and `inputs: embedding`.
 
 Shapes: G = K+1 depths, K masks, D hidden, E = D input width of a layer, F features.
 """
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
-from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
+from draftsmith.models.base.options import FirstToken, Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.kernels.cpu_layers import CpuLayers
 from draftsmith.models.target.features import FINAL_FEATURES
 
@@ -54,6 +55,7 @@ class ParallelConfig(DrafterConfig):
         )
         init: Init = "target"
         layers: Layers = Field(None, validate_default=True)
+        first_token: FirstToken = True
         feature_layers: Annotated[
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
         ] = Field(

@@ -39,13 +39,10 @@ DRAFT_MODEL_RULES = (
 PARD_RULES = (
     Refusal(
         "distinct masks", lambda config: config.num_masks > 1 and not config.shared_mask,
-        "no engine has {config.num_masks} distinct masks, as this drafter has",
-        "drafter.options.shared_mask=true and drafter.options.inputs=embedding, or drafter.kind=peagle",
+        "PARD has one mask, and this drafter has {config.num_masks}",
+        "drafter.options.shared_mask=true and drafter.options.inputs=embedding",
     ),
-    only(
-        "inputs", "embedding", "a draft model reads tokens only, and this drafter reads {config.inputs}",
-        "drafter.kind=peagle",
-    ),
+    only("inputs", "embedding", "a draft model reads tokens only, and this drafter reads {config.inputs}"),
     Refusal(
         "no masks", lambda config: not config.num_masks, "without masks it is a draft model", "drafter.kind=draft_model"
     ),
@@ -98,6 +95,8 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 _whole = partial(Exporter, read=parameters, needs_target=always, logits_fit=has_targets_class)
 EXPORTERS = {
     ("draft_model", "vllm"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="draft_model"),
-    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True, first_vllm="0.16"),
     ("draft_model", "sglang"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="STANDALONE"),
+}
+PARD_EXPORTERS = {
+    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True, first_vllm="0.16"),
 }

@@ -21,10 +21,9 @@ from draftsmith.files import check_writable, expand_home, written_whole
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import read_drafter
-from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
+from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp, vllm_layout
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import (
-    OTHER_LOGITS,
     Checkpoint,
     Exporter,
     config_differences,
@@ -47,11 +46,14 @@ FORMATS = {
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
+    **vllm_layout.EXPORTERS,
 }  # fmt: skip
+WITHOUT_PLUGIN = causal_lm.PARD_EXPORTERS  # parallel drafters that vLLM serves without draftsmith's plugin
 EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a later export may replace
 # With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
+DRAFT_MODEL_METHODS = ("draft_model", "STANDALONE")  # of drafters that have a row for the first token in engines too
 # Options that do not affect the weights, and `layers`, whose kinds may be the same layers: config and names tell.
 UNCOMPARED = ("loss", "shared_mask", "first_token", "layers")
 
@@ -77,13 +79,14 @@ class Exported:
 
     folder: Path
     made: Export
+    versions: str
     caveat: str | None
 
     def lines(self) -> list[str]:
         """Return the lines to print; the last one is the serving command."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
-        return [done, *warned, f"Serve it ({version_sentence(self.made.kind, self.made.to)}):", self.made.command]
+        return [done, *warned, f"Serve it ({self.versions}):", self.made.command]
 
 
 # ---- where a drafter can go ----
@@ -102,13 +105,22 @@ def check_format(to: str) -> None:
         raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
 
 
+def exporter_of(config: DrafterConfig, to: str) -> Exporter:
+    """Return the conversion of a drafter to a format that has a place for its kind.
+
+    vLLM serves parallel drafters of PARD's shape by itself, and all others by draftsmith's plugin.
+    """
+    plain = WITHOUT_PLUGIN.get((config.kind, to))
+    if plain is not None and plain.refusal(config) is None:
+        return plain
+    return EXPORTERS[config.kind, to]
+
+
 def refusal(config: DrafterConfig, to: str) -> str | None:
     """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
-    exporter = EXPORTERS.get((config.kind, to))
-    if exporter is None:
+    if (config.kind, to) not in EXPORTERS:
         return config.not_exported or no_place(config.kind, to)
-    refusals = exporter.refusals if exporter.logits_fit(config) else (*exporter.refusals, OTHER_LOGITS)
-    return next((each.sentence(config) for each in refusals if each.applies(config)), None)
+    return exporter_of(config, to).refusal(config)
 
 
 def no_place(kind: str, to: str) -> str:
@@ -132,7 +144,8 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
 
 def caveat(config: DrafterConfig, to: str) -> str | None:
     """Return how serving differs from training, for a drafter that can be served; None if it does not."""
-    if to in ("vllm", "sglang", "speculators") and getattr(config, "first_token", False):
+    reads_features = exporter_of(config, to).method not in DRAFT_MODEL_METHODS
+    if to in ("vllm", "sglang", "speculators") and reads_features and config.first_token:
         return (
             "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
             "drafter.options.first_token=false trains it as it is served"
@@ -140,15 +153,17 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
     return None
 
 
-def version_sentence(kind: str, to: str) -> str:
-    """Return the engine version that a folder is for, and the oldest that supports it, if that is known."""
-    first = EXPORTERS[kind, to].first_vllm
-    return f"for {FORMATS[to]}" + (f"; `{kind}` needs vLLM {first} or later" if first else "")
+def version_sentence(config: DrafterConfig, to: str) -> str:
+    """Return the engine version that a folder is for, and what this drafter needs there."""
+    exporter = exporter_of(config, to)
+    plugin = ", with `pip install draftsmith` in its environment" if exporter.by_plugin else ""
+    needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
+    return f"for {FORMATS[to]}{needs}"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """Return vLLM's argument `speculative_config` for an exported folder."""
-    exporter = EXPORTERS[config.kind, "vllm"]
+    exporter = exporter_of(config, "vllm")
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
@@ -178,7 +193,7 @@ def serving_command(config: DrafterConfig, to: str, target: str, folder: str, lo
     Args:
         loading: Options from `loading_words`.
     """
-    exporter, tokens = EXPORTERS[config.kind, to], drafted_tokens(config)
+    exporter, tokens = exporter_of(config, to), drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
@@ -234,13 +249,13 @@ def export_run(
         if dtype not in (None, *llamacpp.DTYPES):
             raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
         gguf = GgufTarget(get_target_gguf(recipe.target, target_gguf), dtype or "bf16")
-    if EXPORTERS[drafter.config.kind, to].needs_target(drafter.config):
+    if exporter_of(drafter.config, to).needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target = target_location(recipe.answering_target) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
-    return Exported(folder, made, caveat(drafter.config, to))
+    return Exported(folder, made, version_sentence(drafter.config, to), caveat(drafter.config, to))
 
 
 @dataclass(frozen=True)
@@ -291,7 +306,7 @@ def export_drafter(
     """
     config = drafter.config
     check_expressible(config, to)
-    exporter = EXPORTERS[config.kind, to]
+    exporter = exporter_of(config, to)
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an export: name another folder with --folder")
     reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)

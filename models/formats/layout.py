@@ -118,6 +118,7 @@ class Exporter:
             `models/target_logits.py`.
         first_vllm: First version of vLLM with this kind, if that is known, by serve_vllm of NVIDIA-NeMo/Automodel
             (nemo_automodel/components/speculative) or vLLM's pull requests.
+        by_plugin: vLLM loads it by draftsmith's plugin, see `vllm_plugin.py`.
     """
 
     write: Callable[[Drafter], Checkpoint]
@@ -129,6 +130,12 @@ class Exporter:
     in_blocks: bool = False
     logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
     first_vllm: str = ""
+    by_plugin: bool = False
+
+    def refusal(self, config: DrafterConfig) -> str | None:
+        """Return why it cannot express this drafter, and the recipe line that would help; None if it can."""
+        refusals = self.refusals if self.logits_fit(config) else (*self.refusals, OTHER_LOGITS)
+        return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -380,6 +387,8 @@ def _as_transformers_reads(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Build transformers' config from the keys of a foreign config that its layers depend on."""
     model_type = config.get("model_type")
     values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
+    if "layer_width" in config:  # vLLM's states are wider than the layers, see `vllm_parallel.py`
+        values["hidden_size"] = config["layer_width"]
     return AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
 
 

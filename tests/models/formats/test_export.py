@@ -25,9 +25,11 @@ from draftsmith.models.formats.exporting import (
     FORMATS,
     check_written,
     export_drafter,
+    exporter_of,
     loading_words,
     refusal,
     serving_command,
+    speculative_config,
     version_sentence,
 )
 from draftsmith.models.formats.importing import read_checkpoint
@@ -37,6 +39,10 @@ from draftsmith.recipes.schema import Recipe
 
 FEATURES = {"feature_layers": [1, 2, 3]}
 PARD = {"inputs": "embedding", "shared_mask": True}
+PARALLEL = {
+    "num_masks": 3, "num_layers": 2, "feature_layers": [1, -1], "mask_residual": True, "draft_vocab_size": 20,
+    "markov_rank": 5, "first_token": False,
+}  # fmt: skip
 EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", "llama", {}),
     ("eagle3", "vllm", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20}),
@@ -53,6 +59,9 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("draft_model", "vllm", "gemma", {"num_layers": 1}),
     ("parallel", "vllm", "llama", PARD),
     ("parallel", "vllm", "qwen2", {"inputs": "embedding", "num_masks": 1, "num_layers": 2}),
+    ("parallel", "vllm", "llama", PARALLEL),
+    ("parallel", "vllm", "qwen3", {"inputs": "hidden", "feature_layers": [1, 3], "sliding_window": 9}),
+    ("parallel", "vllm", "qwen2", {"inputs": "embedding", "draft_vocab_size": VOCABULARY}),
     ("eagle3", "sglang", "llama", {**FEATURES, "draft_vocab_size": 20}),
     ("eagle3", "sglang", "llama", {**FEATURES, "fc_norm": True, "norm_output": True}),
     ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_fc": True}),
@@ -83,11 +92,9 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("draft_model", "vllm", "mistral", {"layers": "llama"}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
-    ("parallel", "vllm", "llama", {}, "4 distinct masks", "drafter.kind=peagle"),
-    ("parallel", "vllm", "llama", {"shared_mask": True}, "reads both", "drafter.options.inputs=embedding"),
-    ("parallel", "vllm", "llama", {**PARD, "mask_residual": True}, "newest token", "mask_residual=false"),
-    ("parallel", "vllm", "llama", {**PARD, "markov_rank": 5}, "PARD has no Markov head", "markov_rank=0"),
     ("parallel", "vllm", "llama", {"inputs": "embedding", "num_masks": 0}, "is a draft model", "kind=draft_model"),
+    ("parallel", "vllm", "gemma", {}, "scales embeddings", "drafter.kind=draft_model"),
+    ("parallel", "vllm", "phi3", {}, "phi3's layers", "drafter.options.layers=llama"),
     ("peagle", "vllm", "llama", {"markov_rank": 5}, "P-EAGLE has no Markov head", "markov_rank=0"),
     ("eagle", "vllm", "llama", {"fc_bias": True}, "bias of fc", "fc_bias=false"),
     ("eagle", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
@@ -102,7 +109,6 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_residual": True}, "as they are", "before_residual=false"),
     ("eagle3", "sglang", "llama", {**FEATURES, "sliding_window": 9}, "attends to all tokens", "sliding_window=null"),
     ("eagle", "vllm", "llama", {"sliding_window": 9}, "no reader of EAGLE's layout", "sliding_window=null"),
-    ("parallel", "vllm", "llama", {**PARD, "sliding_window": 9}, "not written yet", "sliding_window=null"),
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
     ("dflash", "sglang", "llama", {"draft_vocab_size": 20}, "the target's whole head", "draft_vocab_size=null"),
     ("dflash", "vllm", "llama", {"mask_residual": True}, "newest token", "mask_residual=false"),
@@ -154,6 +160,8 @@ def test_export_satisfies_the_readers_rules(
     assert (folder / EXPORT_FILE).is_file()
     assert (folder / "model.safetensors").is_file()
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+    if exporter_of(drafter.config, to).by_plugin:  # tests/models/formats/test_vllm_serves.py has its loader
+        return
     if kind in ("draft_model", "parallel"):  # transformers is the loader
         load_weights("export", str(folder), AutoModelForCausalLM, dtype="auto")
         return
@@ -188,6 +196,24 @@ def test_bias_of_a_written_head_is_refused(
     target.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY))
     with pytest.raises(UserError, match=f"LM head has a bias.*train with drafter.options.{line}"):
         export_to(tiny_drafter_of(kind, target, **options), to, tmp_path)
+
+
+def test_parallel_drafter_is_written_for_the_plugin(tmp_path: Path) -> None:
+    """Layer 1 and the final features, layer 4 of 4 and its norm; the fusion split; a mask a row; what vLLM compares."""
+    drafter = build_drafter("parallel", "llama", PARALLEL)
+    config, tensors = export_to(drafter, "vllm", tmp_path)
+    assert config["architectures"] == ["Eagle3DraftsmithParallel"]
+    assert (config["layer_width"], config["hidden_size"], config["pard_token"]) == (32, 36, VOCABULARY)
+    assert (config["eagle_aux_hidden_state_layer_ids"], config["features"]) == ([1, 4], [[0, False], [1, True]])
+    assert config["target"] == {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
+    fuse = drafter.state_dict()["fuse.weight"]
+    assert torch.equal(tensors["fuse_embedding.weight"], fuse[:, :32])
+    assert torch.equal(tensors["fuse_features.weight"], fuse[:, 32:])
+    assert torch.equal(tensors["target_norm.weight"], drafter.attached.target.base_model.norm.weight)
+    assert tensors["masks"].shape == (3, 32)
+    assert speculative_config(drafter.config, "F") == {
+        "method": "eagle3", "model": "F", "num_speculative_tokens": 4, "parallel_drafting": True,
+    }  # fmt: skip
 
 
 def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
@@ -317,10 +343,16 @@ def test_printed_server_has_the_parallelism_of_distillation() -> None:
         ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `peagle` needs vLLM 0.16 or later"),
         ("eagle3", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32)"),
         ("dflash", "sglang", "for SGLang 0.5.23"),
+        (
+            "parallel",
+            "vllm",
+            "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel` needs vLLM 0.32 or later, with `pip install draftsmith` "
+            "in its environment",
+        ),
     ],
 )
 def test_printed_command_names_its_engine_version(kind: str, to: str, sentence: str) -> None:
-    assert version_sentence(kind, to) == sentence
+    assert version_sentence(build_drafter(kind, "llama", {}).config, to) == sentence
 
 
 def test_printed_server_loads_the_target_as_the_recipe_does() -> None:

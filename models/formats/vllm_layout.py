@@ -1,0 +1,145 @@
+"""Checkpoints of parallel drafters for vLLM with draftsmith's plugin: all options that decoding has.
+
+`vllm_parallel.py` loads them and says what each part is for. Names are the drafter's own but for `fuse`, which is
+split into the embedding's and the features' columns, and norms and the Markov head, which have shorter names. The
+final norm of the target is copied for features behind it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.formats.layout import (
+    LLAMA_LIKE,
+    Checkpoint,
+    Exporter,
+    Parameters,
+    Refusal,
+    borrowed_head,
+    drafted_mask,
+    dtype_name,
+    has_uncapped_logits,
+    llama_config,
+    no_layers_but,
+    no_scaled_embeddings,
+    read_layers,
+    take_borrowed,
+    window_keys,
+    window_of,
+    with_output_biases,
+    without_zero_biases,
+)
+from draftsmith.models.formats.vllm_plugin import ARCHITECTURE
+from draftsmith.models.groups.layers import of_kind
+from draftsmith.models.target.features import FINAL_FEATURES
+
+# Options that the config has under their own names.
+OPTIONS = ("inputs", "num_masks", "shared_mask", "mask_residual", "markov_rank", "feature_layers", "first_token")
+# A target's values that vLLM's must equal.
+TARGET_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
+SHORT_NAMES = {
+    "feature_norm.weight": "feature_norm",
+    "embedding_norm.weight": "embedding_norm",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+}
+RULES = (
+    no_scaled_embeddings("and the plugin's layers do not"),
+    no_layers_but((*LLAMA_LIKE, "qwen3"), "the plugin does not run {config.layers_of[model_type]}'s layers"),
+    Refusal(
+        "no masks", lambda config: not config.num_masks, "without masks it is a draft model", "drafter.kind=draft_model"
+    ),
+)  # fmt: skip
+
+
+def needs_target(config: DrafterConfig) -> bool:
+    """Return whether the checkpoint has tensors of the target: its final norm, or rows of its LM head."""
+    reads_final = config.inputs != "embedding" and FINAL_FEATURES in config.feature_layers
+    return reads_final or (config.draft_vocab_size is not None and not config.has_own_heads)
+
+
+def to_vllm(drafter: Drafter) -> Checkpoint:
+    """Convert a parallel drafter, attached to its target if `needs_target`, for vLLM with the plugin."""
+    ours = drafter.config
+    layers = [] if ours.inputs == "embedding" else list(ours.feature_layers)
+    last = ours.target_config["num_hidden_layers"]
+    depths = [last if layer == FINAL_FEATURES else layer for layer in layers]
+    captured = sorted(set(depths)) or [last]
+    config = llama_config(ours, len(drafter.layers), dtype_name(drafter))
+    width, heads, vocabulary = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
+    config |= {
+        "architectures": [ARCHITECTURE],
+        "layer_kind": "qwen3" if config["model_type"] == "qwen3" else "llama",
+        "layer_width": width,
+        "hidden_size": width + heads,  # one more would do, but it must be a multiple of the heads
+        "pard_token": vocabulary,
+        "draft_vocab_size": ours.draft_vocab_size or vocabulary,
+        "eagle_aux_hidden_state_layer_ids": captured,
+        "num_aux_hidden_states": len(captured),
+        "features": [
+            [captured.index(depth), layer == FINAL_FEATURES] for depth, layer in zip(depths, layers, strict=True)
+        ],
+        "target": {key: ours.target_config[key] for key in TARGET_KEYS},
+        **{option: getattr(ours, option) for option in OPTIONS},
+        **(window_keys(ours, len(drafter.layers)) if ours.sliding_window is not None else {}),
+    }
+    tensors = {SHORT_NAMES.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
+    tensors["masks"] = drafter.mask_inputs()
+    if layers:
+        of_embedding = width if ours.inputs == "both" else 0
+        fuse = tensors.pop("fuse.weight")
+        tensors["fuse_features.weight"] = fuse[:, of_embedding:]
+        if of_embedding:
+            tensors["fuse_embedding.weight"] = fuse[:, :of_embedding]
+    if FINAL_FEATURES in layers:
+        norm = drafter.attached.target.base_model.norm
+        tensors["target_norm.weight"] = norm.weight.detach().to(drafter.dtype)
+        config["target_norm_eps"] = norm.variance_epsilon
+    if ours.draft_vocab_size is not None and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = borrowed_head(drafter, "drafter.options.draft_vocab_size=null")
+    return Checkpoint(config, with_output_biases(tensors, config))
+
+
+def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Convert such a checkpoint back into our parameters.
+
+    Raises:
+        UserError: The checkpoint was made for a target of another shape.
+    """
+    config = checkpoint.config
+    kind, rope, assumed = read_layers(checkpoint, target_config)
+    state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
+    state.pop("target_norm.weight", None)
+    long_names = {short: ours for ours, short in SHORT_NAMES.items()}
+    state = {long_names.get(name, name): tensor for name, tensor in state.items()}
+    parts = [state.pop(name) for name in ("fuse_embedding.weight", "fuse_features.weight") if name in state]
+    if parts:
+        state["fuse.weight"] = torch.cat(parts, dim=1)
+    if config["shared_mask"]:
+        state["masks"] = state["masks"][:1]
+    options = {"num_layers": config["num_hidden_layers"], "layers": kind, **rope}
+    options |= {option: config[option] for option in OPTIONS if option in config}
+    options["sliding_window"] = window_of(config)
+    borrowed = take_borrowed(state)
+    if "d2t" in state:
+        options["draft_vocab_size"] = config["draft_vocab_size"]
+        state["t2d"] = drafted_mask(state["d2t"], config["vocab_size"])
+    return Parameters("parallel", options, state, borrowed, assumed=assumed)
+
+
+EXPORTERS = {
+    ("parallel", "vllm"): Exporter(
+        to_vllm,
+        parameters,
+        RULES,
+        "eagle3",
+        parallel=True,
+        needs_target=needs_target,
+        logits_fit=has_uncapped_logits,
+        first_vllm="0.32",
+        by_plugin=True,
+    ),
+}
