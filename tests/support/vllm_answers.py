@@ -16,14 +16,18 @@ NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 
 def generate_answers(
-    prompts: list[list[int]], new_tokens: int, speculative: dict[str, Any] | None
+    prompts: list[list[int]],
+    new_tokens: int,
+    speculative: dict[str, Any] | None,
+    model: str = str(EMBEDDED_TARGET),
+    **options: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return greedy answers of this length, and the counters of drafting."""
+    """Return greedy answers of this length, and the counters of drafting; `options` are vLLM's own."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=str(EMBEDDED_TARGET), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16,
-        kv_cache_memory_bytes=64 << 20, disable_log_stats=False, speculative_config=speculative,
+        model=model, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=False, speculative_config=speculative, **{"max_num_seqs": 16, **options},
     )  # fmt: skip
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
