@@ -88,7 +88,7 @@ def kinds_by_engine() -> list[str]:
         if (kind, to) not in EXPORTERS:
             return "-"
         shown = "run" if to in RUN_IN_TESTS else "by its rules"
-        return f"{shown}, with one mask" if kind == "parallel" else shown
+        return f"{shown}, by the plugin" if (kind, to) == ("parallel", "vllm") else shown
 
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
     lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]

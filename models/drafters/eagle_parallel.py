@@ -35,7 +35,8 @@ class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
     published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
     not_exported = (
-        "no engine has K distinct masks, and none has masks in EAGLE's first shape: train with drafter.kind=peagle"
+        "no engine has masks in EAGLE's first shape, and the plugin for vLLM runs `parallel` alone: train with "
+        "drafter.kind=parallel"
     )
 
     class Options(EagleLayerOptions, MaskOptions):

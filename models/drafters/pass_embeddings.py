@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS
 
 class PassEmbeddingsConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "pass_embeddings"
-    not_exported = "no engine drafts with the target's own layers and K distinct masks: train with drafter.kind=peagle"
+    not_exported = "no engine drafts with the target's own layers and masks: train with drafter.kind=parallel"
 
     class Options(MaskOptions):
         """The keys of `drafter.options` in a recipe. The first depth's weight has no effect: its draft is exact."""
