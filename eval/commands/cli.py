@@ -318,14 +318,8 @@ def serve(
     learn_answers: Annotated[
         int, typer.Option(min=100, help="With --learn: number of newest answers to keep on disk.")
     ] = 4000,
-    rollback: Annotated[
-        bool,
-        typer.Option("--rollback", help="With --learn: return to the drafter that was served before the current one."),
-    ] = False,
 ) -> None:
     """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
-    if rollback and not learn:
-        raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.report.text import target_name
         from draftsmith.eval.serving.server import run as run_server
@@ -340,9 +334,6 @@ def serve(
 
         learned = Learned(loaded, learn_answers)
         context.with_resource(run_lock(learned.folder, "serve --learn"))
-        if rollback:
-            console.print(learned.roll_back(), markup=False)
-            learned.newer()
         method = loaded.eval.methods[0].model_copy(update={"drafter": str(learned.serving())})
         console.print(
             f"--learn: the newest {learn_answers} prompts and answers are stored in {learned.folder}, and a drafter is "

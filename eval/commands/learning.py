@@ -4,7 +4,7 @@ The answers of a target that serves are self-distilled data. Files under `runs/<
 
     answers.jsonl    the newest answers, one line each: token ids of the prompt and of the answer
     drafters/<n>/    drafters that were good enough to serve
-    state.json       the number of the serving drafter, of the previous one, and the result of every candidate
+    state.json       the number of the serving drafter, and the result of every candidate
     trainer.log      the output of training
 
 Only their owner can read them. One server at a time learns in a folder, and one process trains in it: the trainer of a
@@ -28,7 +28,6 @@ import logging
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -63,7 +62,7 @@ from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
-from draftsmith.recipes.schema import MethodConfig, Recipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
@@ -90,6 +89,7 @@ TRAINING: dict[str, Any] = {
     "logging_steps": 5,
     "report_to": [],
 }
+logger = logging.getLogger(__name__)
 ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_accumulation_steps"]
 
 
@@ -99,13 +99,14 @@ Row = tuple[list[int], list[int]]  # token ids and loss mask of a training examp
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of its answer; `key` is a hash of both."""
+    """Token ids of a prompt and of its answer."""
 
     prompt_ids: list[TokenId]
     ids: list[TokenId]
 
     @cached_property
     def key(self) -> str:
+        """Hash of both."""
         return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
 
     @property
@@ -114,20 +115,8 @@ class Answer:
         return int(self.key[:8], 16) / 16**8 < HELD_OUT_FRAC
 
     @property
-    def is_long_enough(self) -> bool:
-        return len(self.prompt_ids) > 0 and len(self.ids) > 1 and len(self.row[0]) >= SHORTEST_ROW_TOKENS
-
-    @property
     def row(self) -> Row:
         return [*self.prompt_ids, *self.ids], [0] * len(self.prompt_ids) + [1] * len(self.ids)
-
-    @staticmethod
-    def of_line(line: bytes) -> Answer | None:
-        """Parse a line of `answers.jsonl`; None if it is damaged."""
-        try:
-            return LINE.validate_json(line)
-        except ValidationError:
-            return None
 
 
 LINE = TypeAdapter(Answer)
@@ -165,13 +154,12 @@ class CandidateResult:
 class State:
     """Content of `state.json`.
 
-    begun_with: hash of the weights at the start of learning. current, previous: numbers of the serving drafter and of
-    the one before it; 0 is the drafter at the start of learning. weighed: all candidates so far.
+    begun_with: hash of the weights at the start of learning. current: number of the serving drafter, 0 for that at the
+    start. weighed: all candidates so far.
     """
 
     begun_with: str
     current: int = 0
-    previous: int = 0
     weighed: list[CandidateResult] = field(default_factory=list)
 
 
@@ -196,8 +184,7 @@ class Learned:
         self.file.touch(OWNER_ALONE)
         (self.begun_with,) = drafter_folders(recipe)
         self.process: Any = None  # the training process, once it was started
-        self._changed, self._current = 0, -1
-        self._lines = 0
+        self._lines = 0  # of the file; 0: not read yet
         weights = " ".join(weights_sha256(self.begun_with).values())
         if not (self.folder / STATE).is_file():
             self.write(State(weights))
@@ -206,7 +193,7 @@ class Learned:
                 f"{self.folder} was trained from other weights than those in {self.begun_with}: restore those weights, "
                 "or delete the folder to learn from scratch"
             )
-        self.newer()
+        self._current = self.state.current
 
     @property
     def state(self) -> State:
@@ -235,32 +222,12 @@ class Learned:
         """
         if self.process is not None and not self.process.is_alive():
             self.process = None
-            logging.getLogger(__name__).warning(
+            logger.warning(
                 "the process that trains the drafter has ended, see %s; the server continues without it",
                 self.folder / LOG,
             )
-        changed = (self.folder / STATE).stat().st_mtime_ns
-        if changed == self._changed:
-            return None
-        self._changed, before = changed, self._current
-        self._current = self.state.current
+        before, self._current = self._current, self.state.current
         return None if self._current == before else self.serving()
-
-    def roll_back(self) -> str:
-        """Make the previous drafter the serving one again. Returns a sentence that names both.
-
-        Raises:
-            UserError: There is no previous drafter.
-        """
-        state = self.state
-        if state.current == state.previous:
-            raise UserError(
-                f"{self.folder} has no earlier drafter: {state.current} is the only one that served; leave out "
-                "--rollback"
-            )
-        state.current, state.previous = state.previous, state.current
-        self.write(state)
-        return f"drafter {state.current} serves again, in place of {state.previous}"
 
     def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
         """Append an answer to the file and sync it to disk; removes the oldest answers now and then.
@@ -268,34 +235,37 @@ class Learned:
         Raises:
             OSError: The disk is full; the earlier lines are left as they were.
         """
-        if self._lines == 0:
+        if self._lines in (0, 2 * self.kept_answers):
             self._lines = self._trim()
-        line = json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n"
-        lines, self._lines = self._lines, 0  # an interruption may leave part of the line: the next call trims the file
-        append_whole(self.file, line)
-        self._lines = lines + 1
-        if self._lines > 2 * self.kept_answers:
-            self._lines = self._trim()
+        append_whole(self.file, json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
+        self._lines += 1
 
     def _trim(self) -> int:
         """Remove damaged lines and all but the newest ones. Returns the number of lines left."""
-        lines = [line for line, _ in self._stored()][-self.kept_answers :]
-        write_atomically(self.file, b"".join(lines).decode())
+        kept = self._stored()[-self.kept_answers :]
+        write_atomically(self.file, "".join(json.dumps(asdict(answer)) + "\n" for answer in kept))
         self.file.chmod(OWNER_ALONE)
-        return len(lines)
+        return len(kept)
 
-    def _stored(self) -> list[tuple[bytes, Answer]]:
-        """Read the answers with their lines, without a last line that is torn; logs the number of damaged lines."""
+    def _stored(self) -> list[Answer]:
+        """Read the answers, without a last line that is torn; logs the number of damaged lines."""
         lines = [line for line in self.file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        stored = [(line, answer) for line in lines if (answer := Answer.of_line(line)) is not None]
-        if damaged := len(lines) - len(stored):
-            logging.getLogger(__name__).warning("%s: %s damaged lines are left out", self.file, damaged)
-        return stored
+        answers = []
+        for line in lines:
+            with suppress(ValidationError):
+                answers.append(LINE.validate_json(line))
+        if damaged := len(lines) - len(answers):
+            logger.warning("%s: %s damaged lines are left out", self.file, damaged)
+        return answers
 
     def answers(self) -> list[Answer]:
         """Read the newest answers that are long enough for training, without duplicates, the oldest first."""
-        by_key = {answer.key: answer for _, answer in self._stored() if answer.is_long_enough}
-        return list(by_key.values())[-self.kept_answers :]
+        long_enough = [
+            answer
+            for answer in self._stored()
+            if answer.prompt_ids and len(answer.ids) > 1 and len(answer.row[0]) >= SHORTEST_ROW_TOKENS
+        ]
+        return list({answer.key: answer for answer in long_enough}.values())[-self.kept_answers :]
 
 
 def start_learning(learned: Learned, minutes: float) -> None:
@@ -318,13 +288,11 @@ def _learn(learned: Learned, minutes: float) -> None:
         (learned.folder / LOG).open("a", encoding="utf-8", buffering=1) as log,
         redirect_stdout(log),
         redirect_stderr(log),
+        suppress(KeyboardInterrupt),
     ):
-        try:
-            learner = Learner(learned, minutes)
-            while True:
-                time.sleep(cycle_or_pause_s(learner))
-        except KeyboardInterrupt:
-            sys.exit()
+        learner = Learner(learned, minutes)
+        while True:
+            time.sleep(cycle_or_pause_s(learner))
 
 
 def cycle_or_pause_s(learner: Learner) -> float:
@@ -335,18 +303,17 @@ def cycle_or_pause_s(learner: Learner) -> float:
     try:
         weighed = learner.cycle()
     except Exception as error:
-        sentence = os_error_message(error)
+        sentence, pause_s = os_error_message(error), TRIES_AGAIN_AFTER_S
         if sentence is None:
             raise
-        with suppress(OSError):  # the log is on the same disk
-            print(sentence)
         learner.seen_bytes = -1  # read the answers again even if the file has not changed
-        return TRIES_AGAIN_AFTER_S
-    if weighed is None:
-        return LOOKS_EVERY_S
-    with suppress(OSError):
-        print(weighed.sentence())
-    return 0.0
+    else:
+        if weighed is None:
+            return LOOKS_EVERY_S
+        sentence, pause_s = weighed.sentence(), 0.0
+    with suppress(OSError):  # the log is on the same disk
+        print(sentence)
+    return pause_s
 
 
 class Learner:
@@ -360,9 +327,8 @@ class Learner:
         self.training_target = recipe.target.model_copy(update={"dtype": "float32"} if on_cpu else {})
         self.target, _ = load_target(recipe.target)
         pack_linears(self.target)  # as in the server
-        self.method = drafter_alone(recipe.eval.methods[0])
+        self.method = recipe.eval.methods[0].model_copy(update={"lookup": False})  # trees of the drafter alone
         self.drafter = recipe_of_drafter(learned.begun_with)
-        self.drafter["options"] |= load_drafter_class(self.drafter["kind"]).config_class.Options.while_serving
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self.seen_bytes = -1  # size of `answers.jsonl` at the last cycle
@@ -398,7 +364,7 @@ class Learner:
             place.parent.mkdir(exist_ok=True)
             shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed before it wrote the state
             candidate.rename(place)
-            state.current, state.previous = number, state.current
+            state.current = number
         self.trainee = None if high < 1 else trainee
         taus = compute_ratio(tau, before), compute_ratio(tau, after)
         weighed = CandidateResult(time.time(), len(held_out), trained, *taus, low, high, number)
@@ -501,14 +467,10 @@ def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
     return popped
 
 
-def drafter_alone(method: MethodConfig) -> MethodConfig:
-    """Return the method without lookups: its tree depends on the drafter alone."""
-    return method.model_copy(update={"lookup": False})
-
-
 def recipe_of_drafter(folder: Path) -> dict[str, Any]:
-    """Return the `drafter` section of a recipe that builds a drafter like the one in this folder."""
+    """Return the `drafter` section of a recipe that trains a drafter like the one in this folder while it serves."""
     config = drafter_config(folder)
     kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
-    known = load_drafter_class(kind).config_class.Options.model_fields
-    return {"kind": kind, "options": {key: config[key] for key in known if config.get(key) is not None}}
+    options = load_drafter_class(kind).config_class.Options
+    chosen = {key: config[key] for key in options.model_fields if config.get(key) is not None}
+    return {"kind": kind, "options": chosen | options.while_serving}
