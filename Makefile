@@ -188,7 +188,7 @@ mutants: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core data models train eval recipes benchmarks docs/generate
+	$(BIN)/mypy core data models train eval serve recipes benchmarks docs/generate
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

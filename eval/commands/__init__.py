@@ -3,5 +3,5 @@
 `cli` defines every command with its options, `console` prints and writes `--json`, `stages` runs stages that several
 commands share, `artifacts` reads and writes the files that commands store for one another. The longer commands have a
 separate file each (`evaluate`, `in_engine`, `compare`, `doctor`, `tune`, `prove`, `push`; `chat` and `demo` in the
-terminal, `learning` for `serve --learn`). May import everything.
+terminal). May import everything.
 """

@@ -322,15 +322,15 @@ def serve(
     """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
     try:
         from draftsmith.eval.report.text import target_name
-        from draftsmith.eval.serving.server import run as run_server
-        from draftsmith.eval.serving.worker import Worker
+        from draftsmith.serve.server import run as run_server
+        from draftsmith.serve.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
-        from draftsmith.eval.commands.learning import Learned, start_learning
+        from draftsmith.serve.learning import Learned, start_learning
 
         learned = Learned(loaded, learn_answers)
         context.with_resource(run_lock(learned.folder, "serve --learn"))

@@ -20,7 +20,7 @@ ORDER = [
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
     *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],
-    *["eval/serving", "eval/commands", "eval"],
+    *["eval/serving", "serve", "eval/commands", "eval"],
 ]
 # These may import less than the order allows: themselves and the named folders (`*`: with all subfolders).
 ONLY = {

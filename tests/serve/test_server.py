@@ -28,12 +28,16 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError, read_api_key
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.serving import protection, server, worker
-from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard
-from draftsmith.eval.serving.requests import ChatRequest
-from draftsmith.eval.serving.server import listening
-from draftsmith.eval.serving.worker import (
+from draftsmith.eval.speculative_decoder import SpeculativeDecoder
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.schema import Recipe
+from draftsmith.serve import protection, server, worker
+from draftsmith.serve.api import application
+from draftsmith.serve.protection import LARGEST_BODY_BYTES, Guard
+from draftsmith.serve.requests import ChatRequest
+from draftsmith.serve.server import listening
+from draftsmith.serve.worker import (
     CompletedAnswer,
     Job,
     Piece,
@@ -42,10 +46,6 @@ from draftsmith.eval.serving.worker import (
     Worker,
     count_held_characters,
 )
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.models.sampling import Sampling
-from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.schema import Recipe
 
 KEY = "secret-key"
 QUESTIONS = [f"What does {name} do?" for name in ("os.path.join", "json.dumps", "re.match", "time.sleep", "sorted")]
@@ -316,7 +316,7 @@ def test_every_error_has_openais_format(running: RunningServer, monkeypatch: pyt
     for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/health/", 404)):
         response = running.http.request(method, path)
         assert (response.status_code, response.json()["error"]["code"]) == (status, status)
-    monkeypatch.setattr("draftsmith.eval.serving.api.usage", lambda _: 1 / 0)
+    monkeypatch.setattr("draftsmith.serve.api.usage", lambda _: 1 / 0)
     response = running.post({**ASKED, "max_tokens": 2})
     assert response.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
     assert response.headers["connection"] == "close"  # a request sent on it next could be lost
@@ -342,14 +342,14 @@ def test_long_text_does_not_block_other_requests(running: RunningServer, monkeyp
         held.wait(20)
         return [5, 6, 7]
 
-    monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", slowly)
+    monkeypatch.setattr("draftsmith.serve.requests.token_ids", slowly)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(running.post, {**ASKED, "max_tokens": 2})
         assert begun.wait(10)
         assert httpx2.get(f"{running.root}/health", timeout=5).status_code == 200
         held.set()
         assert waiting.result().status_code == 200
-    monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", lambda *_: 1 / 0)
+    monkeypatch.setattr("draftsmith.serve.requests.token_ids", lambda *_: 1 / 0)
     huge = running.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
     assert (huge.status_code, "characters, too many for" in huge.text) == (400, True)
 

@@ -27,10 +27,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.errors import UserError
-from draftsmith.eval.serving.protection import Guard, error, page_response
-from draftsmith.eval.serving.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
-from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Waiting, Worker
 from draftsmith.models.sampling import Sampling
+from draftsmith.serve.protection import Guard, error, page_response
+from draftsmith.serve.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
+from draftsmith.serve.worker import CompletedAnswer, Job, RequestCancelled, Waiting, Worker
 
 PAGE = Path(__file__).with_name("page.html")
 

@@ -23,10 +23,10 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.commands.learning import Learned
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.schema import SourceRecipe
+from draftsmith.serve.learning import Learned
 
 REQUESTS, QUESTIONS, NEW_TOKENS, CLIENTS = 1000, 200, 32, 4
 SERVER_KILLS, LEARNER_KILLS, BETWEEN_S = 3, 5, 12.0

@@ -23,22 +23,22 @@ from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.commands import cli, learning
-from draftsmith.eval.commands.learning import (
-    Learned,
-    Learner,
-    cycle_or_pause_s,
-    interpolate_weights,
-)
+from draftsmith.eval.commands import cli
 from draftsmith.eval.report.bootstrap import QuestionSums
-from draftsmith.eval.serving import server, worker
-from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, SourceRecipe
+from draftsmith.serve import learning, server, worker
+from draftsmith.serve.learning import (
+    Learned,
+    Learner,
+    cycle_or_pause_s,
+    interpolate_weights,
+)
+from draftsmith.serve.worker import CompletedAnswer, Job, Worker
 
 pytestmark = pytest.mark.slow
 NEW_TOKENS, KEPT = 48, 4000

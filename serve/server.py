@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from fastapi import FastAPI
 
 from draftsmith.errors import UserError
-from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import TimedRequests
-from draftsmith.eval.serving.worker import Worker
+from draftsmith.serve.api import application
+from draftsmith.serve.protection import TimedRequests
+from draftsmith.serve.worker import Worker
 
 MOST_CONNECTIONS = 256
 LAST_WORDS_S = 2  # grace period of open connections at shutdown
