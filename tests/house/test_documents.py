@@ -63,9 +63,10 @@ def test_commands_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 given.clear()
                 try:
                     group.main(shlex.split(line, comments=True), standalone_mode=False)
-                    name = given.get("recipe")
-                    if name and (ROOT / "recipes" / f"{Path(name).stem}.yaml").is_file():
-                        load_recipe(name, given.get("overrides") or [])
+                    for name in [given["recipe"]] if given.get("recipe") else given.get("recipes") or []:
+                        words = str(name).split()
+                        if not re.search(r"/|=|\.yaml$", words[0]):
+                            load_recipe(words[0], [*words[1:], *(given.get("overrides") or [])])
                 except (Exception, SystemExit) as error:
                     wrong.append(f"{page.name}: draftsmith {line}: {error}")
     assert wrong == []

@@ -1,7 +1,6 @@
 """Recipes of large targets on tiny checkpoints of the same architecture: answers, training, figures, an export."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,12 @@ LLAMA3_ROPE = {
 # Architecture, template, and smaller drafter options for a target of 8 layers and a few hundred tokens.
 LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "llama3.1-8b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
-    "llama3.1-8b-parallel": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
-    "qwen3-8b-dflash": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2"]),
-    "qwen3-8b-dflash2": ("qwen3", {}, THINKING, ["block_size=4", "num_layers=2"]),
-    "qwen3-8b-dspark": ("qwen3", {"tie_word_embeddings": True}, THINKING, ["markov_rank=4", "num_layers=2"]),
     "qwen3-30b-a3b-dflash": ("qwen3_moe", EXPERTS["qwen3_moe"], THINKING, ["block_size=4", "num_layers=2"]),
-    "llama3.3-70b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
 }
-
-
 # As in ParallelSpec's paper, a layout that no engine loads.
+PAPER = "vicuna-7b-medusa_parallel"
 LONGER = ["data.max_length_tokens=256"]  # for the tokens of Vicuna's system prompt
-IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as in these recipes
-PAPERS = ["vicuna-7b-medusa_parallel", "vicuna-7b-eagle_parallel"]
-# One recipe of each template and architecture; what is special to a kind has tests of its own.
-FEW = ("vicuna-7b-medusa_parallel", "llama3.1-8b-eagle3", "qwen3-30b-a3b-dflash")
-
-
-def few_first(names: Iterable[str]) -> list[Any]:
-    return [name if name in FEW else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as in this recipe
 
 
 def shrink_recipe(
@@ -89,10 +75,9 @@ def shrink_recipe(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few_first(PAPERS))
-def test_training_on_given_answers_end_to_end(name: str, tmp_path: Path) -> None:
-    template = load_recipe(name).target.chat_template or ""
-    recipe = shrink_recipe(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
+def test_training_on_given_answers_end_to_end(tmp_path: Path) -> None:
+    template = load_recipe(PAPER).target.chat_template or ""
+    recipe = shrink_recipe(PAPER, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
     assert run_distill(recipe)["conversations"]["kept"] == 8
     assert run_train(recipe)["steps"] == 2
     rows = {row["method"]: row for row in run_eval(recipe)}
@@ -104,7 +89,7 @@ def test_training_on_given_answers_end_to_end(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few_first(LARGE))
+@pytest.mark.parametrize("name", LARGE)
 def test_distillation_to_export_end_to_end(name: str, tmp_path: Path) -> None:
     model_type, changes, template, smaller = LARGE[name]
     own_answers = [

@@ -3,13 +3,12 @@
 They follow section 5.1, table 2 and figure 6.
 """
 
-import re
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from draftsmith.recipes.loading import find_recipe, load_recipe
+from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.write import models_without_weights
 
@@ -60,14 +59,3 @@ def test_trees_are_those_of_the_baselines() -> None:
         "tree_of_63": [10, 28, 23, 2, 0],
     }
     assert load_recipe(EAGLE).eval == load_recipe(MEDUSA).eval
-
-
-def test_overrides_in_the_recipe_header() -> None:
-    """In table 2 the target generates the answers, within vLLM's limits of prompt and answer, in a separate folder."""
-    commands = re.findall(r"^#   (name=.*)$", find_recipe(MEDUSA).read_text(encoding="utf-8"), re.MULTILINE)
-    recipe, llama = (load_recipe(MEDUSA, overrides.split()) for overrides in commands)
-    assert (llama.target.model, llama.target.chat_template) == ("meta-llama/Llama-2-7b-chat-hf", None)
-    assert recipe.name == f"{MEDUSA}-table2"
-    distill = recipe.data.distill
-    assert (distill.engine, distill.temperature) == ("vllm", 0.0)
-    assert distill.options["max_model_len"] == recipe.data.max_length_tokens + distill.max_new_tokens
