@@ -10,7 +10,7 @@ import pytest
 from support.fake_openai_server import answer_ids
 from support.openai_setup import TOKENIZER, eventually, requests
 
-from draftsmith.data.engines import openai_engine, vllm_engine
+from draftsmith.data.engines import vllm_engine
 from draftsmith.data.engines.engine import Completion, EngineSetting, open_engine
 from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions, command_line, server_arguments
 from draftsmith.errors import UserError
@@ -41,7 +41,6 @@ def _stand_in_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(vllm_engine.tempfile, "tempdir", None)
     monkeypatch.setattr(vllm_engine, "require_vllm", lambda who: None)
-    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
 
 
 def made(**options: Any) -> VllmEngine:
