@@ -2,6 +2,6 @@
 
 `cli` defines every command with its options, `console` prints and writes `--json`, `stages` runs stages that several
 commands share, `artifacts` reads and writes the files that commands store for one another. The longer commands have a
-separate file each (`evaluate`, `in_engine`, `compare`, `doctor`, `tune`, `prove`, `push`; `chat` and `demo` in the
-terminal). May import everything.
+separate file each (`evaluate`, `bench` with `agreement`, `compare`, `doctor`, `tune`, `prove`, `push`; `chat` and
+`demo` in the terminal). May import everything.
 """

@@ -10,7 +10,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 import yaml
@@ -122,19 +122,29 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     _print_next_command("eval", recipe, overrides)
 
 
-@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup, here or in an engine")
+@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup")
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
     ] = 1,
+) -> None:
+    """Measure how much faster the drafter makes the target, and write report.html."""
+    loaded = load_recipe(recipe, overrides)
+    run_eval(loaded, processes=processes)
+    tell(measured_result(loaded))
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Measure the drafter in an engine")
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    *,
     engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure in vllm, sglang or llamacpp, with and without the drafter, not in draftsmith's own decoder."
-        ),
-    ] = None,
+        Literal["vllm", "sglang", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
+    ],
     concurrency: Annotated[
         str | None,
         typer.Option(
@@ -171,37 +181,21 @@ def evaluate_command(
         str | None, typer.Option(help="With llamacpp: dtype of the drafter: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
     draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="With llamacpp: maximum number of draft tokens per round; of a list such as 1,2,5 each is measured in "
-            "turn; default: as trained."
-        ),
+        int | None,
+        typer.Option(min=1, help="With llamacpp: maximum number of draft tokens per round; default: as trained."),
     ] = None,
 ) -> None:
-    """Measure how much faster the drafter makes the target, and write report.html."""
+    """Measure tokens/s, first tokens and acceptance in an engine, and check that it accepts what draftsmith accepts."""
     loaded = load_recipe(recipe, overrides)
-    of_engine: dict[str, Any] = {
-        "concurrency": concurrency, "engine_options": engine_options, "server": server, "plain_server": plain_server,
-        "server_model": server_model, "api_key_env": api_key_env,
-        "llama_server": llama_server, "target_gguf": target_gguf, "dtype": dtype, "draft_tokens": draft_tokens,
-    }  # fmt: skip
-    if engine is None:
-        if any(of_engine.values()):
-            raise UserError("an option for an engine needs --engine: add `--engine vllm`, `sglang` or `llamacpp`")
-        run_eval(loaded, processes=processes)
-        tell(measured_result(loaded))
-        _print_next_steps(loaded, source=recipe, overrides=overrides)
-        return
-    if processes > 1:
-        raise UserError(
-            f"option --processes {processes} works without --engine only: set the engine's parallelism with "
-            "--engine-options"
-        )
-    from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
+    from draftsmith.eval.commands.bench import ServingOptions
+    from draftsmith.eval.commands.bench import bench as measure_in_engine
 
-    options = ServingOptions(engine, **of_engine)
-    heading("measure", f"{loaded.name} in {engine}")
-    tell(asdict(evaluate_in_engine(loaded, options)))
+    options = ServingOptions(
+        engine, concurrency, engine_options, server, plain_server, server_model, api_key_env, llama_server, target_gguf,
+        dtype, draft_tokens,
+    )  # fmt: skip
+    heading("bench", f"{loaded.name} in {engine}")
+    tell(asdict(measure_in_engine(loaded, options)))
 
 
 @app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")

@@ -4,6 +4,9 @@ Answers are streamed over OpenAI's completions API, to measure the time of the f
 distils. Counters are read from `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The
 field `token_ids` of an answer is an extension of OpenAI's API, of vLLM and SGLang.
 
+Servers are not trusted: every piece of an answer is checked by a pydantic model, and its size, its number of tokens and
+its time are limited.
+
 vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
 draft that exceed the answer's length, so `LoadTestRow` has the committed tau too. Sources of the names: vLLM 0.32,
 `v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`; SGLang 0.5.23,
@@ -13,22 +16,29 @@ draft that exceed the answer's length, so `LoadTestRow` has the committed tau to
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
-from typing import Any
+from itertools import zip_longest
+from typing import Annotated, Any
 
 import httpx2
 import openai
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
-from draftsmith.data.engines.openai_answers import OTHER_ANSWER, RequestRefused, ServerFailure, one_line
+from draftsmith.data.engines.openai_answers import (
+    MOST_ANSWER_BYTES,
+    OTHER_ANSWER,
+    RequestRefused,
+    ServerFailure,
+    one_line,
+)
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError, masked
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # Names of the engine's options on the command line.
@@ -44,8 +54,40 @@ COUNTERS = {
     "spec_verify_calls": "drafts",  # SGLang
 }
 ACCEPTED_BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
+MOST_COUNTED = 2**53  # above it a float is no exact number
 _SAMPLE = re.compile(r"^(\w+):([\w:]+)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+
+TokenIds = list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
+Count = Annotated[StrictInt, Field(ge=0, le=MOST_COUNTED)]
+
+
+class _Choice(BaseModel):
+    token_ids: TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+    finish_reason: str | None = None
+
+
+class _DraftDetails(BaseModel):
+    """SGLang's counts of an answer's rounds: how many accepted 0, 1, 2, ... draft tokens, and all drafted tokens."""
+
+    spec_verify_ct: Count
+    spec_num_proposed_drafts: Count
+    spec_correct_drafts_histogram: list[Count] = Field(max_length=MOST_DEPTHS + 1)
+
+
+class _Extension(BaseModel):
+    spec_tokens_details: _DraftDetails | None = None
+
+
+class _Piece(BaseModel):
+    """A piece of a streamed answer; llama-server's own API gives `tokens` and `stop`."""
+
+    choices: list[_Choice] = []
+    prompt_token_ids: TokenIds | None = None
+    sglext: _Extension | None = None
+    tokens: TokenIds = []
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,16 +122,26 @@ class DraftCounts:
 
     @staticmethod
     def of_page(text: str, prefix: str) -> DraftCounts | None:
-        """Parse a server's `/metrics`, summed over its engines; None if no name there begins with `prefix`."""
+        """Parse a server's `/metrics`, summed over its engines; None if no name there begins with `prefix`.
+
+        Raises:
+            ValueError: A counter is no number of events, or has a position beyond any draft.
+        """
         values = dict.fromkeys(COUNTERS.values(), 0)
         by_depth: dict[int, int] = {}
         samples = [found for found in map(_SAMPLE.match, text.splitlines()) if found and found[1] == prefix]
         for sample in samples:
-            name, labels, value = sample[2].removesuffix("_total"), sample[3] or "", sample[4]
-            if name == ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
-                by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(float(value))
-            elif name in COUNTERS:
-                values[COUNTERS[name]] += int(float(value))
+            name, labels = sample[2].removesuffix("_total"), sample[3] or ""
+            position = _POSITION.search(labels) if name == ACCEPTED_BY_DEPTH else None
+            if name not in COUNTERS and position is None:
+                continue
+            value = float(sample[4])
+            if not 0 <= value <= MOST_COUNTED or (position and int(position[1]) >= MOST_DEPTHS):
+                raise ValueError(f"{name} is {one_line(sample[0])[:80]}")
+            if position is None:
+                values[COUNTERS[name]] += int(value)
+            else:
+                by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(value)
         accepted_by_depth = tuple(by_depth.get(place, 0) for place in range(max(by_depth, default=-1) + 1))
         return DraftCounts(accepted_by_depth=accepted_by_depth, **values) if samples else None
 
@@ -101,11 +153,6 @@ class DraftCounts:
     def acceptance_by_depth(self) -> list[float]:
         """Return for each depth the share of all drafts whose token there was accepted."""
         return [count / self.drafts for count in self.accepted_by_depth] if self.drafts else []
-
-    @property
-    def acceptance_conditional(self) -> list[float | None]:
-        """Return for each depth the acceptance rate among drafts whose token one depth before was accepted."""
-        return [now / before if before else None for before, now in pairwise((self.drafts, *self.accepted_by_depth))]
 
 
 @dataclass(frozen=True)
@@ -162,11 +209,14 @@ class Endpoint(OpenAIEngine):
         """Read the counters, waiting up to `COUNTED_WITHIN_S` until they include `generated_tokens` tokens.
 
         Raises:
-            UserError: The server has no known counters.
+            UserError: The server has no known counters, or a damaged one.
         """
         start_s = time.monotonic()
         while True:
-            counts = DraftCounts.of_page(self._call("get", "/metrics"), self.prefix)
+            try:
+                counts = DraftCounts.of_page(self._call("get", "/metrics"), self.prefix)
+            except ValueError as error:
+                raise UserError(f"{masked(self._root)}/metrics has a damaged counter: {error}") from None
             if counts is None:
                 name = self.engine
                 raise UserError(f"{masked(self._root)}/metrics has no counters of {name}: start {name} {self.counting}")
@@ -191,19 +241,25 @@ class Endpoint(OpenAIEngine):
             return Failure(str(problem))
 
     async def _streamed(self, request: Request) -> TimedAnswer | Failure:
-        """Collect the streamed answer and its times."""
+        """Collect the streamed answer and its times, both limited."""
         (server,) = self._servers
         ids: list[int] = []
         reason: str | None = None
         started = first = last = time.perf_counter()
         try:
-            async for new_ids, ending in self._pieces(request):
-                if new_ids:
-                    last = time.perf_counter()
-                    first = last if not ids else first
-                    ids += new_ids
-                reason = ending or reason
-        except (httpx2.HTTPError, ValueError) as error:
+            async with asyncio.timeout(self.options.timeout_s):
+                async for new_ids, ending in self._pieces(request):
+                    if new_ids:
+                        last = time.perf_counter()
+                        first = last if not ids else first
+                        ids += new_ids
+                    if len(ids) > request.settings.max_new_tokens + 1:  # some engines do not count the end token
+                        return Failure("malformed answer: longer than max_new_tokens")
+                    reason = ending or reason
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors(include_input=False)[0]["loc"]))
+            return Failure(f"malformed answer: {place or 'no JSON'}")
+        except (httpx2.HTTPError, TimeoutError) as error:
             return Failure(f"answer broken off ({type(error).__name__})")
         if reason not in ("stop", "length"):
             return Failure("answer broken off" if reason is None else f"finish reason {one_line(reason)[:40]}")
@@ -211,22 +267,26 @@ class Endpoint(OpenAIEngine):
             raise UserError(
                 f"{server.url} returns no token ids: give a server of {self.engine} that supports {self.ids_option}"
             )
+        if max(ids) >= self._vocabulary.size:
+            return Failure("malformed answer: token ids outside the target's vocabulary")
         return TimedAnswer(ids, first - started, last - first)
 
     async def _pieces(self, request: Request) -> AsyncIterator[tuple[list[int] | None, str | None]]:
         """Yield (new token ids, finish reason) as they arrive; either may be None."""
         (server,) = self._servers
-        stream = await server.client.completions.create(**self.arguments(request), stream=True)
-        async for piece in stream:
-            self._read_extension(getattr(piece, "sglext", None) or {})
-            if piece.choices:
-                for part in (piece, piece.choices[0]):
-                    if getattr(part, "prompt_token_ids", None) not in (None, request.prompt_ids):
-                        raise ServerFailure(OTHER_ANSWER)
-                yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
+        streaming = server.client.completions.with_streaming_response
+        async with streaming.create(**self.arguments(request), stream=True) as response:
+            async for piece in _read_pieces(response.iter_bytes()):
+                if piece.sglext is not None and piece.sglext.spec_tokens_details is not None:
+                    self._count_rounds(piece.sglext.spec_tokens_details, request.settings.max_new_tokens)
+                if piece.choices:
+                    for part in (piece, piece.choices[0]):
+                        if part.prompt_token_ids not in (None, request.prompt_ids):
+                            raise ServerFailure(OTHER_ANSWER)
+                    yield piece.choices[0].token_ids, piece.choices[0].finish_reason
 
-    def _read_extension(self, extension: dict[str, Any]) -> None:
-        """Read SGLang's extension of an answer, which other servers do not send."""
+    def _count_rounds(self, details: _DraftDetails, most_rounds: int) -> None:
+        """Read the counts at the end of SGLang's answers, which other servers do not send."""
 
     def _call(self, method: str, path: str) -> str:
         """Return the text of a page of the server, by its path without `/v1`; empty if it does not exist."""
@@ -268,11 +328,9 @@ class LlamaEndpoint(Endpoint):
             if response.status_code != httpx2.codes.OK:
                 detail = one_line((await response.aread()).decode(errors="replace"))[:200]
                 raise RequestRefused(f"HTTP {response.status_code}: {detail}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    piece = json.loads(line.removeprefix("data: "))
-                    # The last piece repeats the tokens of the whole answer.
-                    yield (None, "stop") if piece.get("stop") else (piece.get("tokens"), None)
+            async for piece in _read_pieces(response.aiter_bytes()):
+                # The last piece repeats the tokens of the whole answer.
+                yield (None, "stop") if piece.stop else (piece.tokens, None)
 
 
 class SglangEndpoint(Endpoint):
@@ -311,10 +369,35 @@ class SglangEndpoint(Endpoint):
         answered = DraftCounts.of_rounds(self._draft_lengths, self._draft_depths)
         return replace(answered, generated_tokens=page.generated_tokens)
 
-    def _read_extension(self, extension: dict[str, Any]) -> None:
-        """Add an answer's rounds: how many accepted 0, 1, 2, ... draft tokens, and how many each drafted."""
-        if details := extension.get("spec_tokens_details"):
-            rounds = details["spec_verify_ct"]
-            for accepted, count in enumerate(details["spec_correct_drafts_histogram"]):
-                self._draft_lengths += [accepted] * count
-            self._draft_depths += [details["spec_num_proposed_drafts"] // rounds] * rounds
+    def _count_rounds(self, details: _DraftDetails, most_rounds: int) -> None:
+        """Add an answer's rounds.
+
+        Raises:
+            ServerFailure: They contradict one another or the answer's length.
+        """
+        rounds, histogram = details.spec_verify_ct, details.spec_correct_drafts_histogram
+        drafted = details.spec_num_proposed_drafts
+        if not 0 < rounds == sum(histogram) <= most_rounds or drafted > rounds * MOST_DEPTHS:
+            raise ServerFailure("malformed answer: spec_tokens_details")
+        for accepted, count in enumerate(histogram):
+            self._draft_lengths += [accepted] * count
+        self._draft_depths += [drafted // rounds] * rounds
+
+
+async def _read_pieces(chunks: AsyncIterable[bytes]) -> AsyncIterator[_Piece]:
+    """Parse the events of a streamed answer.
+
+    Raises:
+        pydantic.ValidationError: An event is no piece of an answer.
+        ServerFailure: The answer is too large.
+    """
+    line, num_bytes = b"", 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        if num_bytes > MOST_ANSWER_BYTES:
+            raise ServerFailure(f"answer of more than {MOST_ANSWER_BYTES >> 20} MiB")
+        *lines, line = (line + chunk).split(b"\n")
+        for event in lines:
+            text = event.strip().removeprefix(b"data:").strip()
+            if event.startswith(b"data:") and text != b"[DONE]":
+                yield _Piece.model_validate_json(text)

@@ -4,12 +4,10 @@ A turn is sent as soon as the previous answer is complete. Prompts and histories
 `eval/bench/spec_bench.py`, so that the same answers give the same prompts.
 
 tau                   1 + accepted / drafts, over all drafts together, as vLLM logs it
-tau_by_question       mean over questions of the tau of each, as in papers and SpecForge; at concurrency 1 only
 tau_committed         tokens committed per draft, without tokens accepted past an answer's end: our own decoder's tau
-acceptance_by_depth   marginal; acceptance_conditional: given that the token before was accepted
+acceptance_by_depth   share of all drafts whose token at depth 1, 2, ... was accepted
 tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
-first_token_s, time_per_output_token_s   medians over answers, and the 90th percentile of the first; the latter is
-                      seconds from the first token to the last / tokens after the first
+first_token_s         median over answers
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.data.sources.conversation import Turn
@@ -40,11 +36,9 @@ from draftsmith.recipes.schema import Recipe
 PLAIN, DRAFTING = "without drafter", "with drafter"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
-    "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
-    "questions' tau, at concurrency 1; committed: without tokens accepted past an answer's end, which is draftsmith's "
-    "tau. Accepted at depth 1, 2, ...: share of drafts whose token was accepted; given the depth before: of the "
-    "drafts whose token one depth before was accepted. concurrency: concurrent questions; first token and ms per "
-    "token: medians over answers."
+    "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
+    "accepted past an answer's end, which is draftsmith's tau. Accepted at depth 1, 2, ...: share of drafts whose "
+    "token was accepted. concurrency: concurrent questions; first token: median over answers."
 )
 
 
@@ -68,16 +62,12 @@ class LoadTestRow:
     temperature: float
     concurrency: int
     tokens_per_s: float | None
-    time_per_output_token_s: float | None
     first_token_s: float | None
     tau: float | None
-    tau_by_question: float | None
     tau_committed: float | None
     acceptance_by_depth: list[float]
-    acceptance_conditional: list[float | None]
     speedup: float | None = None
     failures: dict[str, int] = field(default_factory=dict)
-    first_token_p90_s: float | None = None
     answers: int = 0
     turns_left_out: int = 0
     tokens: int = 0
@@ -95,19 +85,16 @@ class LoadTestRow:
             "concurrency": str(self.concurrency),
             "tokens/s": number(self.tokens_per_s, 1),
             "speedup": number(self.speedup),
-            "ms per token": milliseconds(self.time_per_output_token_s),
             "first token, ms": milliseconds(self.first_token_s, 1),
             "failed": str(sum(self.failures.values())),
             "tau": number(self.tau),
-            "by question": number(self.tau_by_question),
             "committed": number(self.tau_committed),
             "accepted at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
-            "given the depth before": " ".join(map(number, self.acceptance_conditional)) or "-",
         }
 
 
-CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
-DRAFTS = ("arm", "T", "concurrency", "tau", "by question", "committed", "accepted at depth", "given the depth before")
+CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "first token, ms", "failed")
+DRAFTS = ("arm", "T", "concurrency", "tau", "committed", "accepted at depth")
 
 
 @dataclass
@@ -115,7 +102,7 @@ class EngineMeasurement:
     """Result of a measurement in an engine.
 
     place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
-    with and without the drafter.
+    with and without the drafter. own_chain: figures of `agreement.py`.
     """
 
     place: str
@@ -124,6 +111,7 @@ class EngineMeasurement:
     questions: int = 0
     engine: str = ENGINES["vllm"]
     greedy: list[dict[str, Any]] = field(default_factory=list)
+    own_chain: dict[str, Any] | None = None
     definitions: ClassVar[str] = DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
@@ -141,7 +129,7 @@ def load_engine_measurements(recipe: Recipe) -> list[EngineMeasurement]:
         UserError: A file is damaged.
     """
     files = [(name, measurement_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
-    way_out = "delete {} and run `draftsmith eval --engine {}` again"
+    way_out = "delete {} and run `draftsmith bench --engine {}` again"
     return [
         read_json(file, EngineMeasurement, way_out.format(file.name, name), "figures")
         for name, file in files
@@ -162,7 +150,7 @@ def measurement_file(recipe: Recipe, engine: str, given: bool) -> Path:
 class ArmResult:
     """Answers of one arm to all questions, at one temperature and concurrency.
 
-    failures: number of failed answers by reason. by_question: the engine's counts for each question, at concurrency 1.
+    failures: number of failed answers by reason.
     """
 
     arm: str
@@ -173,7 +161,6 @@ class ArmResult:
     turns_left_out: int = 0
     wall_time_s: float = 0.0
     counts: DraftCounts = field(default_factory=DraftCounts)
-    by_question: list[DraftCounts] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -186,22 +173,16 @@ class ArmResult:
     def row(self) -> LoadTestRow:
         """Compute the figures; those of drafting are None or empty if nothing was drafted."""
         counts, tokens = self.counts, self.tokens
-        taus = [counted.tau for counted in self.by_question if counted.tau is not None]
         first = [answer.first_token_s for answer in self.answers]
-        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in self.answers if len(answer.ids) > 1]
         return LoadTestRow(
             arm=self.arm,
             temperature=self.temperature,
             concurrency=self.concurrency,
             tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
             first_token_s=statistics.median(first) if first else None,
-            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
-            time_per_output_token_s=statistics.median(rest) if rest else None,
             tau=counts.tau,
-            tau_by_question=statistics.fmean(taus) if taus else None,
             tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
             acceptance_by_depth=counts.acceptance_by_depth,
-            acceptance_conditional=counts.acceptance_conditional,
             failures=dict(self.failures),
             answers=len(self.answers),
             turns_left_out=self.turns_left_out,
@@ -258,21 +239,16 @@ def send_questions(
             await converse(question)
             progress.update()
 
-    async def all_of(group: list[Question]) -> None:
-        waiting = iter(group)
+    async def all_of() -> None:
+        waiting = iter(questions)
         await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
 
-    before = latest = endpoint.counts()
+    before = endpoint.counts()
     with progress_bar(len(questions), result.label, "question", shown=bool(arm)) as progress:
-        for group in [[question] for question in questions] if concurrency == 1 else [questions]:
-            started = time.perf_counter()
-            endpoint.run(all_of(group))
-            result.wall_time_s += time.perf_counter() - started
-            now = endpoint.counts(before.generated_tokens + result.tokens)
-            if concurrency == 1:
-                result.by_question.append(now - latest)
-            latest = now
-    result.counts = latest - before
+        started = time.perf_counter()
+        endpoint.run(all_of())
+        result.wall_time_s = time.perf_counter() - started
+    result.counts = endpoint.counts(before.generated_tokens + result.tokens) - before
     return result
 
 

@@ -167,7 +167,7 @@ def check_states(target: Any) -> None:
         UserError: The target keeps its states elsewhere than in a transformers cache, or ignores those in it.
     """
     name = f"target {target.config.name_or_path or type(target).__name__} ({architecture(target.config)})"
-    advice = "use vLLM: data.distill.engine=vllm, and `draftsmith eval --engine vllm`"
+    advice = "use vLLM: data.distill.engine=vllm, and `draftsmith bench --engine vllm`"
     vocabulary = target.get_input_embeddings().weight.shape[0]
     tokens = [place * vocabulary // 8 for place in range(1, 8)]
     prompt, chain, rest = tokens[:3], tokens[3:5], tokens[5:]

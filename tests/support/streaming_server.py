@@ -25,7 +25,7 @@ class StreamingServer:
         details: As SGLang from 0.5.20 on, give an answer's counts at its end, if asked for.
         pause_s: Before each piece of an answer, and before it is counted.
 
-    `answer` is what it says, by pieces; `others` are tokens of somebody else's for each answer.
+    `answer` is what it says, by pieces, after `first_event`; `others` are tokens of somebody else's for each answer.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class StreamingServer:
         self.keys: list[str | None] = []
         self.generated = self.rounds = self.others = 0
         self.answer = ANSWER
+        self.first_event: Any = ANSWER  # sent before the answer; ANSWER: none
         self.lock = threading.Lock()
         self._http = BreakingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -120,6 +121,8 @@ class StreamingServer:
                 self.end_headers()
                 self.close_connection = True
                 pieces = server.answer[: 1 + (body["max_tokens"] // 2)]
+                if server.first_event is not ANSWER:
+                    self.wfile.write(f"data: {json.dumps(server.first_event)}\n\n".encode())
                 for place, ids in enumerate(pieces):
                     time.sleep(server.pause_s)
                     if number in server.breaks and place == 1:

@@ -24,7 +24,7 @@ COMMANDS = sorted({each.name or each.callback.__name__ for each in cli.app.regis
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_missing_recipe_is_one_sentence(command: str) -> None:
-    needed = ["--from", "checkpoint"] if command == "import" else []
+    needed = {"import": ["--from", "checkpoint"], "bench": ["--engine", "vllm"]}.get(command, [])
     result = RUNNER.invoke(cli.app, [command, "no-such-recipe.yaml", *needed])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("error: recipe file no-such-recipe.yaml does not exist")

@@ -10,6 +10,7 @@ from support.streaming_server import StreamingServer
 
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.errors import UserError
+from draftsmith.eval.serving import endpoint as endpoint_module
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, SglangEndpoint, TimedAnswer
 
 
@@ -92,8 +93,8 @@ def test_sglangs_answers_say_how_they_were_drafted() -> None:
     with endpoint(engine="sglang") as (server, engine):
         server.others = 5
         assert engine.counts() == DraftCounts()
-        engine._read_extension({"spec_tokens_details": {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12,
-                                                        "spec_correct_drafts_histogram": [1, 0, 2]}})  # fmt: skip
+        details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 2]}
+        engine._count_rounds(endpoint_module._DraftDetails.model_validate(details), 7)
         assert engine.counts() == DraftCounts(3, 12, 4, (2, 2, 0, 0), 0)
         assert isinstance(engine.run(engine.answer(request())), TimedAnswer)
         assert engine.counts(12) == DraftCounts(6, 18, 7, (5, 2, 0, 0), 12)
@@ -139,19 +140,58 @@ def test_counters_of_a_metrics_page() -> None:
     assert counts == DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert counts.tau == pytest.approx(2.3)
     assert counts.acceptance_by_depth == [0.8, 0.4, 0.1]
-    assert counts.acceptance_conditional == [0.8, 0.5, 0.25]
     both = DraftCounts.of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'), "vllm")
     assert both == DraftCounts(20, 60, 26, (16, 8, 2), 210)
     assert DraftCounts.of_page('sglang:num_running_reqs{model="m"} 1.0\n', "vllm") is None
     without_drafts = DraftCounts.of_page('vllm:generation_tokens_total{engine="0"} 7.0\n', "vllm")
     assert without_drafts == DraftCounts(generated_tokens=7)
     assert without_drafts.tau is None
-    assert without_drafts.acceptance_by_depth == without_drafts.acceptance_conditional == []
+    assert without_drafts.acceptance_by_depth == []
+
+
+def test_damaged_counters_are_refused() -> None:
+    for old, new in (('drafts_total{engine="0",model_name="m"} 10.0', 'drafts_total{} NaN'), ("1.05e+02", "1e300"),
+                     ("13.0", "many"), ("30.0", "-1"), ('position="2"', 'position="1000000000"')):  # fmt: skip
+        assert old in PAGE
+        with pytest.raises(ValueError, match=r"spec_decode|generation_tokens|could not convert"):
+            DraftCounts.of_page(PAGE.replace(old, new), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("piece", "reason"),
+    [
+        ({"choices": [{"token_ids": 7}]}, "malformed answer: choices.0.token_ids"),
+        ({"choices": [{"token_ids": "abc"}]}, "malformed answer: choices.0.token_ids"),
+        ({"choices": [{"token_ids": [2**70]}]}, "malformed answer: choices.0.token_ids.0"),
+        ({"choices": [{"token_ids": [30] * 9}]}, "malformed answer: longer than max_new_tokens"),
+        ({"choices": [{"token_ids": [10**6]}]}, "token ids outside the target's vocabulary"),
+        ({"choices": [{"finish_reason": 7}]}, "malformed answer: choices.0.finish_reason"),
+        ({"choices": [{"prompt_token_ids": [1]}]}, "answer of another prompt"),
+        (None, "malformed answer: no JSON"),
+        ({"sglext": {"spec_tokens_details": {"spec_verify_ct": 10**9, "spec_num_proposed_drafts": 1,
+                                             "spec_correct_drafts_histogram": [10**9]}}}, "malformed answer: spec"),
+    ],
+)  # fmt: skip
+def test_lying_server_costs_its_answer_only(piece: Any, reason: str) -> None:
+    with endpoint(engine="sglang") as (server, engine):
+        server.first_event = piece
+        outcome = engine.run(engine.answer(request()))
+        assert isinstance(outcome, Failure)
+        assert reason in outcome.reason
+
+
+def test_endless_answer_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "MOST_ANSWER_BYTES", 4096)
+    with endpoint() as (server, engine):
+        server.first_event = {"text": "x" * 5000}
+        assert engine.run(engine.answer(request())) == Failure("answer of more than 0 MiB")
+    with endpoint(pause_s=0.2) as (server, engine):
+        engine.options.timeout_s = 0.1
+        assert engine.run(engine.answer(request())) == Failure("answer broken off (TimeoutError)")
 
 
 def test_counts_between_two_readings_and_of_our_own_rounds() -> None:
     """The first reading may precede the first draft. Rounds of depth 3, 3, 3 and 1 accepted 3, 0, 1 and 1 tokens."""
     first, last = DraftCounts(generated_tokens=2), DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert last - first == DraftCounts(10, 30, 13, (8, 4, 1), 103)
-    assert DraftCounts(2, 6, 0, (0, 0, 0)).acceptance_conditional == [0.0, None, None]
     assert DraftCounts.of_rounds([3, 0, 1, 1], [3, 3, 3, 1]) == DraftCounts(4, 10, 5, (3, 1, 1))

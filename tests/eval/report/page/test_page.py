@@ -99,7 +99,7 @@ def test_first_screen_answers_four_questions(page: str, elements: Elements) -> N
 
 
 def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
-    served = LoadTestRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
+    served = LoadTestRow("drafting", 0.0, 4, 123.4, 0.2, 2.5, 2.3, [0.5], 1.7)
     values = all_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
     values["served"] = [EngineMeasurement("started for this measurement", [served], ["a <note>"])]
     values["proof"] = {

@@ -1,4 +1,4 @@
-"""`draftsmith eval --engine vllm|sglang` against servers whose answers are known, and what it says of wrong input."""
+"""`draftsmith bench --engine vllm|sglang` against servers whose answers are known, and what it says of wrong input."""
 
 import importlib.util
 import json
@@ -13,14 +13,13 @@ from support.finished_run import write_questions
 from support.streaming_server import ANSWER, StreamingServer
 from support.tiny_models import tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target, save_trained
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from draftsmith.data.engines.engine import EngineSetting
-from draftsmith.eval.commands import in_engine
+from draftsmith.eval.commands import bench
+from draftsmith.eval.commands.bench import read_engine_options, vllm_arguments
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
-from draftsmith.eval.commands.in_engine import cpu_cache_bytes, read_engine_options, vllm_arguments
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.schema import Recipe
 
@@ -46,7 +45,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[list[StreamingServer]]:
 
 def call(recipe: str, *arguments: str, engine: str = "vllm") -> Result:
     console._buffer.clear()
-    return CliRunner().invoke(app, ["eval", recipe, "--engine", engine, *arguments])
+    return CliRunner().invoke(app, ["bench", recipe, "--engine", engine, *arguments])
 
 
 def measure(recipe: str, concurrency: str, server: StreamingServer, plain: StreamingServer | None = None) -> Result:
@@ -70,13 +69,11 @@ def test_speedup_between_two_servers(recipe: str, servers: list[StreamingServer]
     assert places == [(arm, level) for arm in ("without drafter", "with drafter") for level in (1, 2)]
     for row in found["rows"]:
         assert (row["answers"], row["tokens"], row["failures"]) == (3, 21, {})
-    one, two = found["rows"][2:]
     # Three answers of three rounds; the first of two draft tokens is accepted.
-    for row in (one, two):
+    for row in found["rows"][2:]:
         assert (row["drafts"], row["tau"], row["tau_committed"]) == (9, 2.0, 2.0)
-        assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
+        assert row["acceptance_by_depth"] == [1.0, 0.0]
         assert row["speedup"] > 0
-    assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
     assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same with the drafter." in found["notes"]
     # The conversation continues with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
@@ -113,7 +110,6 @@ def test_one_server_shared_with_other_clients(recipe: str, servers: list[Streami
 WRONG = [
     (["--concurrency", "1,x"], "option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not '1,x'"),
     (["--concurrency", "0"], "option --concurrency: give numbers above 0"),
-    (["--engine", "llamacpp", "--draft-tokens", "1,0"], "option --draft-tokens: give numbers above 0"),
     (["--plain-server", "http://a"], "option --plain-server needs --server"),
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
     (["--server", "http://a", "--engine-options", "{a: 1}"], "is for a server that is started here"),
@@ -128,7 +124,6 @@ WRONG = [
     ([], "holds no trained drafter: run `draftsmith train run` first"),
     (["--engine", "sglang"], "--engine sglang needs --server, the URL of a running server: start one with the command"),
     (["--engine", "sglang", "--dtype", "f32"], "option --dtype does not apply to --engine sglang: leave it out"),
-    (["--engine", "vlm"], "option --engine: 'vlm' is unknown: did you mean `vllm`?"),
 ]
 
 
@@ -137,9 +132,6 @@ def test_invalid_options_are_reported(recipe: str) -> None:
         result = call(recipe, *arguments)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), (arguments, result.output, result.exception)
         assert sentence in result.stderr
-    result = CliRunner().invoke(app, ["eval", recipe, "--server", "http://a"])
-    assert result.exit_code == 2
-    assert "an option for an engine needs --engine: add `--engine vllm`" in result.stderr
 
 
 def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[StreamingServer]) -> None:
@@ -162,29 +154,22 @@ def test_missing_vllm_is_reported_with_the_way_out(recipe: str) -> None:
     assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr
 
 
-CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-
-
 def arguments(**options: Any) -> dict[str, Any]:
     recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
     setting = EngineSetting(recipe, None, (2,))
-    return vllm_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
+    return vllm_arguments(read_engine_options(json.dumps(options)), setting, 300, 16)
 
 
 def test_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of 3 layers, 2 heads of 16, in fp32: 768 bytes per token, the same for a drafter; four blocks."""
-    monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     found = arguments()
     assert (found["model"], found["dtype"]) == ("a/model", "float32")
     assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (300, 16, True)
-    assert found["kv_cache_memory_bytes"] == 16 * 2 * 768 * 4 * 128
+    assert found["kv_cache_memory_bytes"] == 4 << 30
     given = arguments(max_model_len=512, concurrency=4, enforce_eager=False, kv_cache_memory_bytes=5, llm={"a": 1})
     assert (given["max_model_len"], given["max_num_seqs"], given["enforce_eager"]) == (512, 4, False)
     assert (given["kv_cache_memory_bytes"], given["a"]) == (5, 1)
-    monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
     on_a_gpu = arguments()
     assert on_a_gpu["enforce_eager"] is False
     assert "kv_cache_memory_bytes" not in on_a_gpu
-    assert cpu_cache_bytes(CONFIG, 300, 10**6) == 4 << 30
-    large = LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=64)
-    assert cpu_cache_bytes(large, 4096, 64) > 4 << 30

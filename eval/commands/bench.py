@@ -1,9 +1,12 @@
-"""`draftsmith eval --engine vllm|sglang|llamacpp`: the same questions in that engine, with and without the drafter."""
+"""`draftsmith bench RECIPE --engine vllm|sglang|llamacpp`: the questions in that engine, with and without the drafter.
+
+For each number of concurrent questions: tokens/s, time to the first token and acceptance by depth. Greedy answers are
+compared with and without the drafter, and its acceptance with that of our own decoder (`agreement.py`).
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -15,14 +18,15 @@ from typing import Any
 import torch
 import yaml
 from pydantic import ValidationError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.errors import UserError, did_you_mean, masked
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
+from draftsmith.eval.commands.agreement import compare_with_own_chain
 from draftsmith.eval.commands.artifacts import NOTES, GreedyProof
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
@@ -42,12 +46,12 @@ from draftsmith.eval.serving.load_test import (
     with_speedups,
 )
 from draftsmith.files import write_atomically
-from draftsmith.models.decoding.cached_attention import cache_shape
+from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import with_run_lock
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import write_result
 
@@ -61,19 +65,17 @@ CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}
 ENGINE_FORMAT = "vllm"
 ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
-LARGEST_CPU_CACHE_BYTES = 4 << 30
-CACHE_BLOCK_TOKENS = 128  # vLLM's on a CPU
-BYTES_OF_AN_ELEMENT = 4
+CPU_CACHE_BYTES = 4 << 30  # vLLM's KV cache on a CPU; for longer conversations give kv_cache_memory_bytes
 # Options with which llama-server's logits equal our fp32 target's, whatever its batch size.
 UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of `draftsmith eval --engine`, as its help describes them; None, empty or False: not given.
+    """Options of `draftsmith bench`, as its help describes them; None: not given.
 
     Raises:
-        UserError: The engine is unknown, the options contradict one another, or a number is invalid.
+        UserError: The options contradict one another, or a number is invalid.
     """
 
     engine: str = "vllm"
@@ -86,12 +88,9 @@ class ServingOptions:
     llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
-    draft_tokens: str | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            advice = did_you_mean(self.engine, list(ENGINES), "use vllm, sglang or llamacpp")
-            raise UserError(f"option --engine: {self.engine!r} is unknown: {advice}")
         for name in filter(self.__getattribute__, (*OF_STARTED, *OF_GIVEN)):
             option = f"--{name.replace('_', '-')}"
             if OF_STARTED.get(name, self.engine) != self.engine:
@@ -100,9 +99,9 @@ class ServingOptions:
                 raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
             if name in OF_STARTED and self.server is not None:
                 raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
-        for option, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens}.items():
-            if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
-                raise UserError(f"option {option}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
+        text = self.concurrency
+        if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+            raise UserError(f"option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
         if self.engine == "sglang" and self.server is None:
             raise UserError(
                 "--engine sglang needs --server, the URL of a running server: start one with the command that "
@@ -116,11 +115,7 @@ class ServingOptions:
     @property
     def concurrencies(self) -> list[int]:
         """Return the numbers of concurrent questions, ascending."""
-        return _parse_numbers(self.concurrency or CONCURRENCY[self.engine])
-
-
-def _parse_numbers(text: str) -> list[int]:
-    return sorted({int(word) for word in text.split(",")})
+        return sorted({int(word) for word in (self.concurrency or CONCURRENCY[self.engine]).split(",")})
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,8 @@ class _Setting:
     engine: EngineSetting
 
 
-@with_run_lock("eval")
-def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
+@with_run_lock("bench")
+def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
 
     The file of a given server is `<engine>-server.json`. An existing report is written again.
@@ -157,14 +152,9 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
         measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([result.row() for result in measured])
     notes += _count_sentences(measured)
-    if len(opened) > 2:
-        fastest = max(
-            (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
-        )
-        notes.append(f"Fastest at concurrency {fastest.concurrency}: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
     served = EngineMeasurement(place, rows, notes, len(questions), options.name)
-    # Written before the target is loaded to compare greedy answers: a failure there must not lose the measurement.
+    # Written before the target is loaded to check the answers: a failure there must not lose the measurement.
     file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
         {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
@@ -174,9 +164,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
     text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
     write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), text)
     write_result(file, asdict(served))
-    greedy = _compare_greedy_answers(setting, measured, served.notes)
-    served.greedy = [asdict(proof) for proof in greedy]
-    served.notes += _greedy_sentences(greedy)
+    _check_answers(setting, measured, served)
     write_result(file, asdict(served))
     for headings, cells in served.tables():
         print_table(headings, cells)
@@ -207,7 +195,7 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
     most = max(options.concurrencies)
-    arguments = vllm_arguments(engine_options, setting.engine, target.config, length, most)
+    arguments = vllm_arguments(engine_options, setting.engine, length, most)
 
     @contextmanager
     def started(**more: Any) -> Iterator[Endpoint]:
@@ -230,17 +218,16 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abstr
             "llama-server was not found on PATH: build it with `make llamacpp-env`, or name it with --llama-server"
         )
     exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
-    depth = exported.made.num_speculative_tokens
+    trained, drafted = exported.made.num_speculative_tokens, options.draft_tokens
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
     file, most = Path(exported.made.target), max(options.concurrencies)
-    drafted = _parse_numbers(options.draft_tokens or str(depth))
-    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {depth} tokens.")
+    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {trained} tokens.")
     exactly = UNROUNDED if options.dtype == "f32" else ()
 
     @contextmanager
     def started(*drafting: str) -> Iterator[Endpoint]:
         threads = ("-t", torch.get_num_threads())
-        how: tuple[Any, ...] = (length + max(drafted) + 1, "--metrics", *threads, *exactly, *drafting)
+        how: tuple[Any, ...] = (length + (drafted or trained) + 1, "--metrics", *threads, *exactly, *drafting)
         with (
             started_server(program, file, *how, at_once=most) as (url, _),
             closing(LlamaEndpoint(url, setting.engine, is_ours=True)) as endpoint,
@@ -249,12 +236,9 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abstr
 
     words = shlex.split(exported.made.command)
     words = words[words.index("--model-draft") :]
-    place = words.index("--spec-draft-n-max") + 1
-    arms: dict[str, AbstractContextManager[Endpoint]] = {PLAIN: started()}
-    for longest in drafted:
-        words[place] = str(longest)
-        arms[DRAFTING if options.draft_tokens is None else f"{DRAFTING}, {longest} drafted"] = started(*words)
-    return arms
+    if drafted is not None:
+        words[words.index("--spec-draft-n-max") + 1] = str(drafted)
+    return {PLAIN: started(), DRAFTING: started(*words)}
 
 
 def read_engine_options(text: str) -> VllmOptions:
@@ -283,33 +267,19 @@ def read_engine_options(text: str) -> VllmOptions:
 
 
 def vllm_arguments(
-    options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, max_concurrency: int
+    options: VllmOptions, setting: EngineSetting, length_tokens: int, max_concurrency: int
 ) -> dict[str, Any]:
     """Return the arguments of `VllmServer`; those that the user did not set are sized for these questions.
 
     Args:
-        config: The target's config.
         length_tokens: Length of the longest conversation, with room for a draft.
         max_concurrency: Largest number of concurrent requests.
     """
     sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": max_concurrency, "data_parallel_size": 1}
     if not torch.cuda.is_available():
-        sized |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": cpu_cache_bytes(config, length_tokens, max_concurrency),
-        }
+        sized |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
     chosen = {key: value for key, value in sized.items() if key not in options.model_fields_set}
     return server_arguments(options.model_copy(update=chosen), setting)
-
-
-def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrency: int) -> int:
-    """Return the size of vLLM's KV cache on a CPU: room for `max_concurrency` conversations of target and drafter.
-
-    At most 4 GiB, unless a single conversation needs more.
-    """
-    capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
-    one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), capacity)) * BYTES_OF_AN_ELEMENT
-    return max(one_bytes, min(max_concurrency * one_bytes, LARGEST_CPU_CACHE_BYTES))
 
 
 def _connect_servers(
@@ -363,42 +333,57 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
                 yield result
 
 
-def _compare_greedy_answers(setting: _Setting, measured: list[ArmResult], notes: list[str]) -> list[GreedyProof]:
-    """Compare greedy answers with and without the drafter at each concurrency, for turns with the same prompt.
+def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineMeasurement) -> None:
+    """Compare greedy answers with and without the drafter, and the drafter's acceptance with our own loop's.
 
-    Args:
-        notes: Gets a sentence for each comparison that cannot be proven.
+    The figures and sentences are added to the measurement.
     """
-    greedy = {
-        (result.concurrency, result.arm): {f"{a.question_id}/{a.turn}": a for a in result.answers}
-        for result in measured
-        if result.temperature == 0
-    }
-    target, proofs = None, []
-    depends_on_batch_size = setting.options.engine == "llamacpp" and setting.options.dtype != "f32"
-    for (concurrency, arm), actual in greedy.items():
-        if arm == PLAIN or (concurrency, PLAIN) not in greedy:
-            continue
-        expected = greedy[concurrency, PLAIN]
-        same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
-        prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
-        answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
-        name = f"{arm}, concurrency {concurrency}"
-        if answers[0] == answers[1]:
-            proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
-            continue
-        if depends_on_batch_size:  # and llama.cpp's rounding is not our target's, so that ties cannot be recognised
-            equal = sum(answers[0][key] == answers[1][key] for key in same)
-            notes.append(
-                f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
-                "--dtype f32 and a target in F32 it does not, and every answer can be proven."
-            )
-            continue
-        target = target or loading.load_target(setting.recipe.target)[0]
-        longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
-        with TargetSession(target, longest) as session:
-            proofs.append(compare_answers(target, session, name, prompts, *answers))
-    return proofs
+    greedy = {(result.concurrency, result.arm): result for result in measured if result.temperature == 0}
+    pairs = [
+        (greedy[concurrency, PLAIN], result)
+        for (concurrency, arm), result in greedy.items()
+        if arm != PLAIN and (concurrency, PLAIN) in greedy
+    ]
+    folder = RunFolder(setting.recipe).drafter
+    drafted = [result for result in greedy.values() if result.arm != PLAIN and result.counts.drafts]
+    is_trained = (folder / "config.json").is_file()
+    target = loading.load_target(setting.recipe.target)[0] if pairs or (drafted and is_trained) else None
+    if target is not None:
+        compared = [_compare_greedy(setting, target, *pair, served) for pair in pairs]
+        proofs = [proof for proof in compared if proof is not None]
+        served.greedy = [asdict(proof) for proof in proofs]
+        served.notes += _greedy_sentences(proofs)
+    if target is not None and drafted and is_trained:
+        agreement = compare_with_own_chain(
+            drafted[0], target, load_drafter(folder, target), counts_last_rounds=setting.options.engine != "llamacpp"
+        )
+        if agreement is not None:
+            served.own_chain = asdict(agreement)
+            served.notes.append(agreement.sentence(served.engine))
+
+
+def _compare_greedy(
+    setting: _Setting, target: PreTrainedModel, plain: ArmResult, drafting: ArmResult, served: EngineMeasurement
+) -> GreedyProof | None:
+    """Compare the answers to the turns with the same prompt; None, and a sentence, where rounding proves nothing."""
+    expected, actual = ({f"{a.question_id}/{a.turn}": a for a in result.answers} for result in (plain, drafting))
+    same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
+    prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
+    answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
+    name = f"{drafting.arm}, concurrency {drafting.concurrency}"
+    if answers[0] == answers[1]:
+        return GreedyProof(name, len(same), sum(map(len, answers[1].values())))
+    if setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
+        # llama.cpp's rounding is not our target's, so that ties cannot be recognised.
+        equal = sum(answers[0][key] == answers[1][key] for key in same)
+        served.notes.append(
+            f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
+            "--dtype f32 and a target in F32 it does not, and every answer can be proven."
+        )
+        return None
+    longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
+    with TargetSession(target, longest) as session:
+        return compare_answers(target, session, name, prompts, *answers)
 
 
 def _same_sentence(name: str, same: int, prompts: int) -> str:
