@@ -154,7 +154,7 @@ class Worker:
         self._generate(Job(greeting, new_tokens, Sampling(), 0, (), lambda _: None), None)
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue.
+        """Put a job into the queue, in which those of clients that are gone give up their places.
 
         Raises:
             queue.Full: The queue is full.
@@ -162,6 +162,10 @@ class Worker:
         """
         if self._stopping.is_set():
             raise RequestCancelled
+        with self.jobs.mutex:
+            for waiting in [each for each in self.jobs.queue if each.cancelled.is_set()]:
+                self.jobs.queue.remove(waiting)
+                self.answers.labels("gone").inc()
         self.jobs.put_nowait(job)
         if self._current is not None:
             self._send_places()
@@ -191,8 +195,7 @@ class Worker:
     def _send_places(self) -> None:
         """Send every waiting request its place, if that has changed."""
         with self.jobs.mutex:
-            waiting = [job for job in self.jobs.queue if not job.cancelled.is_set()]
-            for place, job in enumerate(waiting, start=1):
+            for place, job in enumerate(self.jobs.queue, start=1):
                 if job.streamed and place != job.place:
                     job.place = place
                     job.send(Waiting(place))

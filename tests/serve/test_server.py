@@ -478,8 +478,11 @@ def test_worker_ends_immediately_despite_a_full_queue(recipe: Recipe) -> None:
     working.start()
     worker.submit(Job([5, 6, 7], 900, Sampling(temperature=2.0), 0, (), lambda piece: (told.put(piece), begun.set())))
     begun.wait(20)
-    for _ in range(2):
-        worker.submit(Job([5, 6, 7], 900, Sampling(), 0, (), told.put))
+    waiting = [Job([5, 6, 7], 900, Sampling(), 0, (), told.put) for _ in range(3)]
+    for job in waiting[:2]:
+        worker.submit(job)
+    waiting[0].cancelled.set()  # its client has gone, so that there is room for another one
+    worker.submit(waiting[2])
     worker.stop()
     working.join(20)
     ends = [piece for piece in told.queue if not isinstance(piece, Piece | Waiting)]
