@@ -105,7 +105,7 @@ def headline() -> list[str]:
     return [
         f"The drafter that ships, by itself: **{_speedup(drafter)}** the tokens per second of the same loop without a "
         f"draft. Prompt lookup, the best way without training: {_speedup(untrained)}. Both together: {_speedup(both)}. "
-        f"So training a drafter brings {gains[0]:.2f} times the best way without it, and {gains[1]:.2f} times with both."
+        f"Training brings {gains[0]:.2f} times the best way without it, and {gains[1]:.2f} times with both."
     ]
 
 
