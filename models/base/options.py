@@ -98,7 +98,7 @@ FirstToken = Annotated[
     bool,
     Field(
         description="also compute a row for the first token of a conversation, for which there is no feature; "
-        "vLLM and SGLang have no such row, so set false for a drafter that they serve"
+        "vLLM and SGLang have no such row, so set false for a drafter of features that they serve"
     ),
 ]
 Init = Annotated[

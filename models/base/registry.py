@@ -205,8 +205,8 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
     values = read_json(config, dict[str, Any], f"look at {location} on the Hub") if config.is_file() else {}
     if not str(values.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(
-            f"{what} {location}: this Hub repository holds no draftsmith drafter: name another, or `draftsmith "
-            "import` it first"
+            f"{what} {location}: this Hub repository holds no draftsmith drafter: name another; if it is published for "
+            f"an engine, `draftsmith import RECIPE --from {location} --to FOLDER`, and name FOLDER"
         )
     return folder
 

@@ -54,8 +54,8 @@ class ParallelConfig(DrafterConfig):
             "vectors (not in the paper; engines serve it as PARD, with `inputs: embedding`)",
         )
         init: Init = "target"
-        layers: Layers = Field(None, validate_default=True)
         first_token: FirstToken = True
+        layers: Layers = Field(None, validate_default=True)
         feature_layers: Annotated[
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
         ] = Field(

@@ -14,21 +14,19 @@ from typing import Any, cast
 
 from safetensors.torch import load_file
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, rarest_token
 from draftsmith.models.drafters.draft_model import as_causal_lm
 from draftsmith.models.formats.layout import (
-    Checkpoint,
     Exporter,
-    Parameters,
     Refusal,
     always,
     has_targets_class,
     no_scaled_embeddings,
     only,
-    read_layers,
-    take_borrowed,
 )
+from draftsmith.models.formats.reading import Checkpoint, Parameters, read_layers, take_borrowed
 from draftsmith.models.groups.layers import OTHER_KINDS
 
 DRAFT_MODEL_RULES = (
@@ -80,19 +78,22 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     Raises:
         UserError: Its layers are of another shape than the target's.
     """
-    config = checkpoint.config
+    keys = checkpoint.keys
     kind, _, _ = read_layers(checkpoint, target_config, with_own_rope=False)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
-    borrowed, num_layers = take_borrowed(state), config["num_hidden_layers"]
-    mask_token_id = config.get("pard_token")
-    if mask_token_id is None:
-        return Parameters("draft_model", {"num_layers": num_layers, "layers": kind}, state, borrowed)
-    state["masks"] = borrowed["embed_tokens"][mask_token_id : mask_token_id + 1].clone()
-    options = {"num_layers": num_layers, "inputs": "embedding", "shared_mask": True, "layers": kind}
-    return Parameters("parallel", options, state, borrowed, other_row=mask_token_id)
+    borrowed = take_borrowed(state)
+    options: dict[str, Any] = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind}
+    if keys.get("pard_token") is None:
+        return Parameters("draft_model", options, state, borrowed)
+    mask, embedding = keys.whole("pard_token"), borrowed.get("embed_tokens")
+    if embedding is None or mask >= len(embedding):
+        raise UserError(f"config.json: `pard_token` is {mask}, which the checkpoint's embedding lacks: correct it")
+    state["masks"] = embedding[mask : mask + 1].clone()
+    options |= {"inputs": "embedding", "shared_mask": True}
+    return Parameters("parallel", options, state, borrowed, other_row=mask)
 
 
-_whole = partial(Exporter, read=parameters, needs_target=always, logits_fit=has_targets_class)
+_whole = partial(Exporter, read=parameters, needs_target=always, logits_fit=has_targets_class, first_token=True)
 EXPORTERS = {
     ("draft_model", "vllm"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="draft_model"),
     ("draft_model", "sglang"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="STANDALONE"),

@@ -20,20 +20,23 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
-    Checkpoint,
     Exporter,
-    Parameters,
     borrowed_head,
-    drafted_mask,
     dtype_name,
     llama_config,
     no_scaled_embeddings,
     only,
-    read_layers,
     renamed,
     speculators_keys,
-    take_borrowed,
     window_keys,
+)
+from draftsmith.models.formats.reading import (
+    Checkpoint,
+    Keys,
+    Parameters,
+    read_draft_vocabulary,
+    read_layers,
+    take_borrowed,
     window_of,
 )
 
@@ -159,13 +162,6 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 # ---- theirs to ours ----
 
 
-class _Keys(dict[str, Any]):
-    """Keys of a checkpoint's config, each of which must be there if it is read by `[key]`."""
-
-    def __missing__(self, key: str) -> Any:
-        raise UserError(f"config.json: `{key}` is missing: add the value that the drafter was trained with")
-
-
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     """Convert a checkpoint of either engine into our parameters.
 
@@ -174,8 +170,41 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """
     checkpoint, block_assumed = _from_torchspec(checkpoint)
     _, rope, assumed = read_layers(checkpoint, target_config, ("qwen3",))
-    result = _read_blocks(checkpoint, target_config)
-    return replace(result, options={**result.options, **rope}, assumed=(*block_assumed, *assumed))
+    keys, state = checkpoint.keys, dict(checkpoint.tensors)
+    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+    layers, window, causal = _feature_layers(keys), window_of(keys), keys.get("is_causal", keys.get("causal"))
+    if "speculators_model_type" in keys:  # its layers without a window are never causal
+        causal = window is not None and not keys.flag("sliding_window_non_causal", True)
+    options = {
+        "block_size": keys.whole("block_size", 1),
+        "num_layers": keys.whole("num_hidden_layers", 1),
+        "feature_layers": layers,
+        "mask_token_id": keys.whole("mask_token_id"),
+        "sliding_window": window,
+        "causal": window is not None if causal is None else bool(causal),
+        **({} if drafted is None else {"draft_vocab_size": drafted}),
+        **rope,
+    }
+    read = Parameters("dflash", options, state, take_borrowed(state), assumed=(*block_assumed, *assumed))
+    if "candidate_selector.hidden_projection.weight" in state:
+        for key, plain in PLAIN_LOGITS.items():
+            if (keys.get(key) or plain) != plain:
+                raise UserError(f"config.json: {key} is {keys[key]}, which is not supported here, only {plain}")
+        return replace(read, kind="dflash2", options=options | {key: keys.whole(key, 1) for key in DFLASH2_KEYS})
+    if "markov_head.markov_w1.weight" not in state:
+        return read
+    options["markov_rank"] = keys.whole("markov_rank", 1)
+    options["sample_from_anchor"] = keys.flag("sample_from_anchor", True)
+    if "confidence_head.proj.weight" not in state:
+        options["confidence_weight"] = 0.0
+    return replace(read, kind="dspark")
+
+
+def _feature_layers(keys: Keys) -> list[int]:
+    """Return the feature layers, which engines count from 0 and speculators as we do."""
+    if "speculators_model_type" in keys:
+        return keys.wholes("aux_hidden_state_layer_ids")
+    return [layer + 1 for layer in keys.wholes("target_layer_ids")]
 
 
 def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -185,50 +214,15 @@ def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]
     """
     if "context_proj.weight" not in checkpoint.tensors:
         return checkpoint, ()
-    config, assumed = {"rope_theta": 10_000.0, **checkpoint.config}, tuple[str, ...]()
+    config, assumed = Keys({"rope_theta": 10_000.0, **checkpoint.config}), tuple[str, ...]()
     config |= {"model_type": "qwen3", "is_causal": False, "sample_from_anchor": False}
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config["head_dim"] = config.get("head_dim") or config.whole("hidden_size") // config.whole("num_attention_heads", 1)
     if config.get("block_size") is None:
         has_markov_head = "markov_head.markov_w1.weight" in checkpoint.tensors
         config["block_size"] = ANGELSPEC_DSPARK_BLOCK if has_markov_head else TORCHSPEC_BLOCK
         sentence = f"its config names no block_size: {config['block_size']} was taken, as in its trainer's own configs"
         assumed = (f"{sentence}; if it was trained with another, it drafts badly: add it to its config.json",)
     return Checkpoint(config, renamed(checkpoint.tensors, TORCHSPEC_NAMES, back=True)), assumed
-
-
-def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read the options and tensors that all DFlash layouts share."""
-    config, state = checkpoint.config, dict(checkpoint.tensors)
-    known = _Keys({**config, **(config.get("dflash_config") or {})})
-    window = window_of(known)
-    causal = config.get("is_causal", known.get("causal"))
-    if "speculators_model_type" in config:  # its layers without a window are never causal
-        known["target_layer_ids"] = [layer - 1 for layer in known["aux_hidden_state_layer_ids"]]
-        causal = window is not None and not config.get("sliding_window_non_causal", True)
-    options = {
-        "block_size": known["block_size"],
-        "num_layers": known["num_hidden_layers"],
-        "feature_layers": [layer + 1 for layer in known["target_layer_ids"]],
-        "mask_token_id": known["mask_token_id"],
-        "sliding_window": window,
-        "causal": window is not None if causal is None else bool(causal),
-    }
-    borrowed = take_borrowed(state)
-    if "d2t" in state:
-        options["draft_vocab_size"] = len(state["d2t"])
-        state["t2d"] = drafted_mask(state["d2t"], target_config["vocab_size"])
-    if "candidate_selector.hidden_projection.weight" in state:
-        for key, plain in PLAIN_LOGITS.items():
-            if (known.get(key) or plain) != plain:
-                raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
-        return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
-    if "markov_head.markov_w1.weight" not in state:
-        return Parameters("dflash", options, state, borrowed)
-    options["markov_rank"] = known["markov_rank"]
-    options["sample_from_anchor"] = bool(known.get("sample_from_anchor", True))
-    if "confidence_head.proj.weight" not in state:
-        options["confidence_weight"] = 0.0
-    return Parameters("dspark", options, state, borrowed)
 
 
 _in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)

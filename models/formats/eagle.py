@@ -25,15 +25,11 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
-    LLAMA_LIKE,
     NO_ATTENTION_BIAS,
-    Checkpoint,
     Exporter,
-    Parameters,
     Refusal,
     always,
     borrowed_head,
-    drafted_mask,
     dtype_name,
     has_uncapped_logits,
     llama_config,
@@ -41,13 +37,21 @@ from draftsmith.models.formats.layout import (
     no_layers_but,
     no_scaled_embeddings,
     only,
-    read_layers,
     renamed,
     speculators_keys,
-    take_borrowed,
     window_keys,
-    window_of,
     with_output_biases,
+)
+from draftsmith.models.formats.reading import (
+    FEATURE_LAYERS,
+    LLAMA_LIKE,
+    Checkpoint,
+    Keys,
+    Parameters,
+    read_draft_vocabulary,
+    read_layers,
+    take_borrowed,
+    window_of,
     without_zero_biases,
 )
 from draftsmith.models.groups.layers import of_kind
@@ -94,7 +98,7 @@ EMBEDDINGS_LAYER = Refusal(
 def to_vllm(drafter: Drafter) -> Checkpoint:
     """Convert an EAGLE-3 or P-EAGLE drafter for vLLM."""
     config = _config(drafter)
-    config["eagle_aux_hidden_state_layer_ids"] = list(drafter.config.feature_layers)
+    config[FEATURE_LAYERS] = list(drafter.config.feature_layers)
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
     config["norm_before_residual"] = drafter.config.norm_before_residual
     config |= _norms(drafter.config)
@@ -111,7 +115,7 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
     """Convert an EAGLE-3 drafter for SGLang, which numbers feature layers from 0."""
     config = _config(drafter)
     ids = [layer - 1 for layer in drafter.config.feature_layers]
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    config["eagle_config"] = {FEATURE_LAYERS: ids, "use_aux_hidden_state": True}
     config["draft_vocab_size"] = drafter.config.draft_vocab_size  # null: the target's head
     config |= _norms(drafter.config)
     return Checkpoint(config, _tensors(drafter, config))
@@ -122,7 +126,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
     written = to_vllm(drafter)
     layers, has_masks = written.config, "mask_hidden" in written.tensors
     layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
-    top = {key: layers.pop(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
+    top = {key: layers.pop(key) for key in ("draft_vocab_size", FEATURE_LAYERS)}
     if has_masks:
         top["mask_token_id"] = layers.pop("mask_token_id")
         del layers["pard_token"]
@@ -171,72 +175,57 @@ def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
 # ---- theirs to ours ----
 
 
-def flattened(config: dict[str, Any]) -> dict[str, Any]:
-    """Turn a config of the speculators library into one like EAGLE-3's; return others as they are."""
-    if "speculators_model_type" not in config:
-        return config
-    layers = config["transformer_layer_config"]
-    # The two readers agree on EAGLE-3's default and on P-EAGLE's.
-    default = config["speculators_model_type"] == "eagle3"
-    return {"norm_before_residual": default, **config, **layers}
-
-
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     """Convert a checkpoint of EAGLE-3 or P-EAGLE, in any of these layouts, into our parameters.
 
     Raises:
         UserError: The checkpoint was made for another target, or its feature layers or mask token are not known.
     """
-    config = checkpoint.config
+    keys = checkpoint.keys
     kind, rope, rope_assumed = read_layers(checkpoint, target_config)
     state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), of_kind(kind, target_config))
-    layers, layers_assumed = _feature_layers(config, target_config)
+    layers, layers_assumed = _feature_layers(keys, target_config)
     options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **NO_FIRST_TOKEN, **rope}
-    assumed = (*layers_assumed, *rope_assumed)
-    options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
-    options["sliding_window"] = window_of(config)
-    nested = config.get("eagle_config") or {}
-    options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
-    drafted, vocabulary = config.get("draft_vocab_size"), target_config["vocab_size"]
-    if drafted is not None and drafted != vocabulary:
+    # The library's two readers agree on EAGLE-3's default and on P-EAGLE's.
+    options["norm_before_residual"] = keys.flag("norm_before_residual", keys.get("speculators_model_type") == "eagle3")
+    options["sliding_window"] = window_of(keys)
+    options |= {key: True for key in NORMS if keys.flag(key)}
+    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+    borrowed = take_borrowed(state)
+    if drafted is not None:
         options["draft_vocab_size"] = drafted
-        head = state.pop("lm_head.weight")
-        borrowed = take_borrowed(state)
-        state |= {"t2d": drafted_mask(state["d2t"], vocabulary), "lm_head.weight": head}
-    else:
-        borrowed = take_borrowed(state)
-        state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
+        state |= {"lm_head.weight": borrowed.pop("lm_head")} if "lm_head" in borrowed else {}
+    assumed, tokens = (*layers_assumed, *rope_assumed), keys.draft_tokens()
     if "mask_hidden" not in state:
+        options |= {} if tokens is None else {"draft_depth": tokens}
         return Parameters("eagle3", options, state, borrowed, can_own_head=True, assumed=assumed)
     options.pop("norm_output", None)  # nothing is fed back
-    options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
-    if options["mask_token_id"] is None:  # SpecForge's trainer takes it as an argument
+    named = next((key for key in MASK_TOKEN_KEYS if keys.get(key) is not None), None)
+    if named is None:  # SpecForge's trainer takes it as an argument
         raise UserError(
             f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)}): add `{MASK_TOKEN_KEYS[0]}`, the id that "
             "the drafter was trained with"
         )
-    options["num_layers"] = config["num_hidden_layers"]
+    options |= {"mask_token_id": keys.whole(named), "num_layers": keys.whole("num_hidden_layers", 1)}
+    options |= {} if tokens is None else {"num_masks": tokens - 1}
     state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)
     return Parameters("peagle", options, state, borrowed, can_own_head=True, assumed=assumed)
 
 
-def check_fused_layers(config: Mapping[str, Any]) -> None:
+def check_fused_layers(keys: Keys) -> None:
     """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
 
     Raises:
         UserError: The checkpoint reads no fused layers.
     """
-    nested = config.get("eagle_config") or {}
-    for place, keys in (("eagle_config.", nested), ("", config)):
-        if keys.get("use_aux_hidden_state") is False:
-            raise UserError(
-                f"config.json: {place}use_aux_hidden_state is false, so that this drafter reads the target's final "
-                "hidden state and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on "
-                "fused layers"
-            )
+    if not keys.flag("use_aux_hidden_state", True):
+        raise UserError(
+            "config.json: use_aux_hidden_state is false, so that this drafter reads the target's final hidden state "
+            "and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on fused layers"
+        )
 
 
-def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
+def _feature_layers(keys: Keys, target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
     """Return the feature layers, and a note on the assumptions made.
 
     The default is that of all readers: 2, L/2 and L-3, if these are three layers.
@@ -244,27 +233,29 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
     Raises:
         UserError: The config contradicts itself, or the default is not in the target.
     """
-    ids, nested = (keys.get("eagle_aux_hidden_state_layer_ids") for keys in (config, config.get("eagle_config") or {}))
-    if ids is not None or nested is not None:
-        layers = list(ids) if ids is not None else [layer + 1 for layer in nested or []]
-        number = config.get("num_aux_hidden_states")
+    nested = (keys.get("eagle_config") or {}).get(FEATURE_LAYERS)
+    if keys.get(FEATURE_LAYERS) is not None or nested is not None:
+        counted = None if nested is None else [layer + 1 for layer in keys.wholes(FEATURE_LAYERS, nested)]
+        layers = counted if keys.get(FEATURE_LAYERS) is None else keys.wholes(FEATURE_LAYERS)
+        assert layers is not None
+        number = keys.get("num_aux_hidden_states")
         if number is not None and number != len(layers):
             raise UserError(
-                f"config.json: num_aux_hidden_states is {number}, and eagle_aux_hidden_state_layer_ids names "
-                f"{len(layers)} layers: correct the one that is wrong"
+                f"config.json: num_aux_hidden_states is {number}, and {FEATURE_LAYERS} names {len(layers)} layers: "
+                "correct the one that is wrong"
             )
-        if ids is not None and nested is not None and layers != [layer + 1 for layer in nested]:
-            places = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
+        if counted not in (None, layers):
+            places = f"{layers} (after that many layers) and in eagle_config {nested} (counted from 0)"
             return layers, (f"its config names other layers in two places, {places}: the first were taken",)
         return layers, ()
     num_layers = target_config["num_hidden_layers"]
     if 2 < num_layers // 2 < num_layers - 3:
         layers = [2, num_layers // 2, num_layers - 3]
-        sentence = f"its config names no eagle_aux_hidden_state_layer_ids: {layers} were guessed, as its readers do"
+        sentence = f"its config names no {FEATURE_LAYERS}: {layers} were guessed, as its readers do"
         return layers, (f"{sentence}; if it was trained on others, it drafts badly: add them to its config.json",)
     raise UserError(
-        "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
-        f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
+        f"the checkpoint's config names no {FEATURE_LAYERS}, and the usual ones are not in a target of {num_layers} "
+        "layers: add those that it was trained on to its config.json (k = after k layers of the target)"
     )
 
 
@@ -302,11 +293,12 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     """
     kind, rope, assumed = read_layers(checkpoint, target_config)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
-    borrowed = take_borrowed(state)
+    borrowed, tokens = take_borrowed(state), checkpoint.keys.draft_tokens()
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
         state.pop("fc.bias", None)
     options = {"fc_bias": biased, "layers": kind, **NO_FIRST_TOKEN, **rope}
+    options |= {} if tokens is None else {"draft_depth": tokens}
     return Parameters("eagle", options, state, borrowed, assumed=assumed)
 
 

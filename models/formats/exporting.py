@@ -23,13 +23,8 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp, vllm_layout
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.formats.layout import (
-    Checkpoint,
-    Exporter,
-    config_differences,
-    drafted_tokens,
-    with_own_head,
-)
+from draftsmith.models.formats.layout import Exporter, drafted_tokens
+from draftsmith.models.formats.reading import Checkpoint, config_differences, with_own_head
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
@@ -53,7 +48,6 @@ EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a lat
 # With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
-DRAFT_MODEL_METHODS = ("draft_model", "STANDALONE")  # of drafters that have a row for the first token in engines too
 # Options that do not affect the weights, and `layers`, whose kinds may be the same layers: config and names tell.
 UNCOMPARED = ("loss", "shared_mask", "first_token", "layers")
 
@@ -144,8 +138,7 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
 
 def caveat(config: DrafterConfig, to: str) -> str | None:
     """Return how serving differs from training, for a drafter that can be served; None if it does not."""
-    reads_features = exporter_of(config, to).method not in DRAFT_MODEL_METHODS
-    if to in ("vllm", "sglang", "speculators") and reads_features and config.first_token:
+    if to in ("vllm", "sglang", "speculators") and config.first_token and not exporter_of(config, to).first_token:
         return (
             "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
             "drafter.options.first_token=false trains it as it is served"

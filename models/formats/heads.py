@@ -11,24 +11,15 @@ feature on, ours from a row before it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.formats.layout import (
-    Checkpoint,
-    Exporter,
-    Parameters,
-    always,
-    borrowed_head,
-    dtype_name,
-    only,
-    renamed,
-    take_borrowed,
-)
+from draftsmith.models.formats.layout import Exporter, always, borrowed_head, dtype_name, only, renamed
+from draftsmith.models.formats.reading import Checkpoint, Parameters, take_borrowed
 
 HYDRA_NAMES = {
     "heads.#.#.residual.": "hydra_mlp.#.#.res_connection.",
@@ -83,20 +74,17 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     """Convert a Medusa checkpoint of either layout, with or without FasterDecoding's prefix, into our parameters.
 
     Raises:
-        UserError: The checkpoint was made for a target of another hidden size, or has no Medusa blocks.
+        UserError: The checkpoint was made for a target of another hidden size.
     """
     state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
-    blocks = [int(match[1]) for name in state if (match := re.match(r"\d+\.(\d+)\.linear\.", name))]
-    state = renamed(state, _faster_decoding_names(1 + max(blocks, default=0)), back=True)
+    _, blocks = _counts(state, r"(\d{1,4})\.(\d{1,4})\.linear\.")
+    state = renamed(state, _faster_decoding_names(max(blocks, 1)), back=True)
     borrowed = take_borrowed(state)
-    heads, layers = _counts(state, r"blocks\.(\d+)\.layers\.(\d+)\.weight")
-    if not heads:
-        raise UserError("the checkpoint has no Medusa blocks: give one in vLLM's or FasterDecoding's layout")
-    _check_size(state["blocks.0.layers.0.weight"], target_config)
-    for i in range(heads):
-        for j in range(layers):
-            weight = state[f"blocks.{i}.layers.{j}.weight"]
-            state.setdefault(f"blocks.{i}.layers.{j}.bias", weight.new_zeros(len(weight)))
+    heads, layers = _counts(state, r"blocks\.(\d{1,4})\.layers\.(\d{1,4})\.weight")
+    weights = {name: value for name, value in state.items() if re.match(r"blocks\..*\.weight$", name)}
+    _check_size(weights.values(), target_config)
+    for name, weight in weights.items():
+        state.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
     separate = any(name.startswith("lm_heads.") for name in state)
     options = {"num_heads": heads, "num_layers": layers, "lm_heads": "separate" if separate else "shared"}
     return Parameters("medusa", options, state, borrowed)
@@ -116,12 +104,12 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
                 f"{expected} only: import one with these"
             )
     state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
-    _check_size(state["heads.0.0.linear.weight"], target_config)
+    _check_size([state["heads.0.0.linear.weight"]], target_config)
     biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
     biased = bool(checkpoint.config.get("lm_head_bias")) or any(state[name].any() for name in biases)
     if not biased:
         state = {name: value for name, value in state.items() if name not in biases}
-    heads, layers = _counts(state, r"heads\.(\d+)\.(\d+)\.linear\.weight")
+    heads, layers = _counts(state, r"heads\.(\d{1,4})\.(\d{1,4})\.linear\.weight")
     options = {"num_heads": heads, "num_layers": layers, "embedding_norm": False, "lm_head_bias": biased}
     return Parameters("hydra", options, state)
 
@@ -132,14 +120,17 @@ def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
 
 
-def _check_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
-    if block_weight.shape[0] != target_config["hidden_size"]:
-        raise UserError(
-            f"the checkpoint's heads have {block_weight.shape[0]} features, but the target "
-            f"{target_config['hidden_size']}: import one that was made for this target"
-        )
+def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any]) -> None:
+    for weight in block_weights:
+        if weight.shape[:1] != (target_config["hidden_size"],):
+            raise UserError(
+                f"a block of the checkpoint's heads is {list(weight.shape)}, but the target has "
+                f"{target_config['hidden_size']} features: import one that was made for this target"
+            )
 
 
 EXPORTERS = {
-    ("medusa", "vllm"): Exporter(to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", needs_target=always),
+    ("medusa", "vllm"): Exporter(
+        to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", first_token=True, needs_target=always
+    ),
 }

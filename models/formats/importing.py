@@ -24,7 +24,7 @@ from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
-from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids, with_own_head
+from draftsmith.models.formats.reading import Checkpoint, Keys, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import describe_differences, some_of, weights_sha256
@@ -34,6 +34,8 @@ from draftsmith.recipes.schema import Recipe
 
 IMPORT_FILE = "import.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+LFS_POINTER = b"version https://git-lfs"
 # A drafter's own tensors, where a trainer saved them under its model's name.
 INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden_norm|mask_hidden)\b")
 
@@ -63,26 +65,35 @@ def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path
     Raises:
         UserError: As `import_drafter`.
     """
-    folder = RunFolder(recipe).drafter if folder is None else expand_home(folder)
+    own = RunFolder(recipe).drafter if folder is None else None
+    folder = own or expand_home(Path(folder or ""))
     check_writable(folder.parent)
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
-    return folder, import_drafter(location, target, folder)
+    return folder, import_drafter(location, target, folder, None if own is None else recipe.drafter.kind)
 
 
-def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
+def import_drafter(location: str, target: PreTrainedModel, folder: Path, kind: str | None = None) -> Imported:
     """Convert a published checkpoint to a drafter, written to `folder`.
 
     Args:
         location: A folder, or `user/repo[@revision]`.
         target: The target that the checkpoint was made for, with its weights.
+        kind: The recipe's `drafter.kind`, if the folder is that of its run.
 
     Raises:
-        UserError: The checkpoint cannot be read, has no supported layout, or does not fit the target.
+        UserError: The checkpoint cannot be read, has no supported layout, does not fit the target, or is of another
+            kind.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: name another folder with --to")
     source = _place(location)
     drafter, assumed = _as_drafter(read_checkpoint(source), target)
+    if kind not in (None, drafter.config.kind):
+        raise UserError(
+            f"{location} is a drafter of kind {drafter.config.kind}, and the recipe says drafter.kind={kind}: correct "
+            f"it there, give drafter.kind={drafter.config.kind} to this command and those that follow, or import into "
+            "another folder with --to"
+        )
     with written_whole(folder) as partial:
         drafter.save_pretrained(partial)
         kind = drafter.config.kind
@@ -108,8 +119,8 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     layout, read = _layout_of(checkpoint)
     found = read(checkpoint, target_values(target.config))
     head = found.borrowed.get("lm_head")
-    if found.can_own_head and head is not None and not _is(head, target.get_output_embeddings().weight):
-        found = with_own_head(found)
+    if found.can_own_head and head is not None and head.ndim == 2:
+        found = found if _is(head, target.get_output_embeddings().weight) else with_own_head(found)
     _check_borrowed(found, target)
     options = dict(found.options)
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
@@ -134,26 +145,32 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a flat config, and all tensors of all weights files.
+    """Read the config, its sections' keys at the top, and all tensors of all weights files.
 
     Raises:
-        UserError: The folder has no weights files, or they are damaged.
+        UserError: The folder has no weights files, or they are damaged or not all there.
     """
     config, files = folder / "config.json", _weights_files(folder)
     if not config.is_file() or not files:
         raise UserError(f"{folder} holds no checkpoint: config.json and weights in *.safetensors, *.bin or *.pt")
     tensors: dict[str, Tensor] = {}
     for file in files:
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` in its repository")
         try:
             # `weights_only`: of a pickle tensors are read, and no code is run.
             safe = file.suffix == ".safetensors"
-            tensors |= load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
+            read = load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
             raise UserError(f"{file} cannot be read ({reason(error)}): fetch it again") from None
-    values = eagle.flattened(read_json(config, dict[str, Any], "fetch it again"))
+        if not isinstance(read, dict) or not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in read.items()):
+            raise UserError(f"{file} holds something else than tensors by name: save the model's state dict alone")
+        tensors |= read
+    keys = Keys(read_json(config, dict[str, Any], "fetch it again"))
     if any(INSIDE_A_MODEL.match(name) for name in tensors):
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    return Checkpoint(values, tensors)
+    return Checkpoint(keys, tensors)
 
 
 def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
@@ -162,9 +179,11 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     Raises:
         UserError: The layout is not supported.
     """
-    names, config = checkpoint.tensors.keys(), checkpoint.config
+    names, keys = checkpoint.tensors.keys(), checkpoint.keys
     fused = checkpoint.tensors.get("fc.weight")
-    eagle.check_fused_layers(config)
+    eagle.check_fused_layers(keys)
+    if "speculators_model_type" in keys:
+        keys["transformer_layer_config"]  # its layers' keys, which must be there
     if "lilicorr.out_head.weight" in names:
         raise UserError(f"the checkpoint is a LiLiCorr drafter, whose kind {removal_of('drafter.kind', 'lilicorr')}")
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
@@ -177,9 +196,9 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "DFlash", dflash.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
         return "EAGLE-3", eagle.parameters
-    if fused is not None and fused.shape[1] == 2 * fused.shape[0]:
+    if fused is not None and fused.ndim == 2 and fused.shape[1] == 2 * fused.shape[0]:
         return "EAGLE", eagle.eagle_parameters
-    if "model.norm.weight" in names and "num_hidden_layers" in config:
+    if "model.norm.weight" in names and "num_hidden_layers" in keys:
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) has none of the supported layouts: EAGLE, EAGLE-3, P-EAGLE, "
@@ -217,10 +236,17 @@ def _is(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """List the checkpoint's safetensors, or its pickles if it has none."""
-    found = [sorted(folder.glob(pattern)) for pattern in WEIGHTS]
-    pickles = [file for file in (*found[1], *found[2]) if file.name not in ("training_args.bin", "optimizer.pt")]
-    return found[0] or pickles
+    """List the checkpoint's safetensors, or its pickles if it has none.
+
+    Raises:
+        UserError: An index names a file that is missing.
+    """
+    for index in sorted(folder.glob("*.index.json")):
+        for name in sorted(set(read_json(index, dict[str, str], "fetch it again", "weight_map").values())):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / name} is missing, a part of the weights that {index.name} names: fetch it")
+    found = [sorted(file for file in folder.glob(pattern) if file.is_file()) for pattern in WEIGHTS]
+    return found[0] or [file for file in (*found[1], *found[2]) if file.name not in NO_WEIGHTS]
 
 
 def _place(location: str) -> Path:
@@ -231,5 +257,5 @@ def _place(location: str) -> Path:
     if published is None:
         raise UserError(f"{location} is no folder, and no `user/repo` of the Hub: name a checkpoint")
     with hub_errors(f"{location} cannot be imported (it is no folder here, so a Hub id)", published[0]):
-        patterns = ["config.json", *WEIGHTS]
+        patterns = ["config.json", "*.index.json", *WEIGHTS]
         return Path(snapshot_download(published[0], revision=published[1], allow_patterns=patterns))

@@ -1,63 +1,24 @@
-"""Parts of all layouts: checkpoints, exporters, refusals, and shared tensor names and config keys.
+"""Writing of layouts: exporters, the rules by which they refuse drafters, and shared tensor names and config keys.
 
-A layout converts a drafter into a `Checkpoint`, and a checkpoint into `Parameters`. Configs are written with Llama's
-keys, which every reader of these layouts knows; RoPE also under its old keys, for old readers.
+A layout converts a drafter into a `Checkpoint`, and a checkpoint into `Parameters` (`reading.py`). Configs are written
+with Llama's keys, which every reader of these layouts knows; RoPE also under its old keys, for old readers.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
+from draftsmith.models.formats.reading import LAYER_KEYS, Checkpoint, Parameters, has_biases
+from draftsmith.models.groups.layers import OTHER_KINDS, layers_config
 
-# Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in the target's sliding
-# windows, which drafters do not take over, and in biases.
-LLAMA_LIKE = ("llama", "mistral", "qwen2")
-# Config keys that a drafter's layers take from the target; a foreign config must have equal values.
-LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
-)  # fmt: skip
-HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
 LLAMAS = "drafter.options.layers=llama"  # advice if a reader cannot run the drafter's layers
-
-
-@dataclass
-class Checkpoint:
-    """Config and tensors by name, in the layout of a reader."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
-@dataclass
-class Parameters:
-    """A kind of drafter, its options, and its state dict.
-
-    Args:
-        borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
-            The head has only the rows of `d2t` if the state has one.
-        can_own_head: The layout has room for an LM head of the drafter's own, of all tokens.
-        other_row: Row of the embedding that is the drafter's own mask, and may differ.
-        assumed: Assumptions about facts that the checkpoint does not state; sentences without a full stop.
-    """
-
-    kind: str
-    options: dict[str, Any]
-    state: dict[str, Tensor]
-    borrowed: dict[str, Tensor] = field(default_factory=dict)
-    other_row: int | None = None
-    can_own_head: bool = False
-    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +72,7 @@ class Exporter:
         write, read: The conversions to and from the format.
         refusals: Rules for drafters that it cannot express; the first one that applies is reported.
         method: The engine's name of the method.
+        first_token: The reader has a row for a conversation's first token.
         parallel: All depths come from one forward.
         needs_target: Returns whether writing a drafter of this config needs tensors of the target.
         in_blocks: The config fixes the number of draft tokens.
@@ -125,6 +87,7 @@ class Exporter:
     read: Callable[[Checkpoint, Mapping[str, Any]], Parameters]
     refusals: tuple[Refusal, ...]
     method: str
+    first_token: bool = False
     parallel: bool = False
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
@@ -141,16 +104,6 @@ class Exporter:
 def drafted_tokens(config: DrafterConfig) -> int:
     """Return the number of draft tokens in a chain of this drafter."""
     return getattr(config, "draft_depth", None) or config.num_depths
-
-
-def with_own_head(params: Parameters) -> Parameters:
-    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
-    head = params.borrowed["lm_head"]
-    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
-    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
-    options = {**params.options, "draft_vocab_size": len(head)}
-    state = {**params.state, **all_tokens, "lm_head.weight": head}
-    return replace(params, options=options, state=state, borrowed=others)
 
 
 def speculators_keys(drafter: Drafter) -> dict[str, Any]:
@@ -239,17 +192,12 @@ NO_ATTENTION_BIAS = Refusal(
 )
 
 
-def _has_biases(layer_config: Mapping[str, Any]) -> bool:
-    """Return whether queries, keys and values have biases."""
-    return layer_config["model_type"] == "qwen2" or bool(layer_config.get("attention_bias"))
-
-
 def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str, Any]:
     """Build a `config.json` of `num_layers` of the drafter's layers with the target's vocabulary, embeddings untied."""
     source = layers_config(config.layers_of, num_layers)
     values = {key: getattr(source, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
-    values["attention_bias"] = _has_biases(config.layers_of)
+    values["attention_bias"] = has_biases(config.layers_of)
     values["mlp_bias"] = bool(getattr(source, "mlp_bias", False))
     rope = dict(values["rope_parameters"] or {})
     scaled = rope.get("rope_type", "default") != "default"
@@ -281,30 +229,6 @@ def window_keys(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def window_of(known: Mapping[str, Any]) -> int | None:
-    """Return the sliding window of a config's layers in tokens; None if they have none.
-
-    Raises:
-        UserError: Only some layers have a window, or the config does not give its size.
-    """
-    kinds = set(known.get("layer_types") or ())
-    slides = "sliding_attention" in kinds or bool(known.get("use_swa"))
-    if not slides:
-        return None
-    if len(kinds) > 1:
-        raise UserError(
-            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
-            "in all layers: import a drafter that has"
-        )
-    width = known.get("swa_window_size") or known.get("sliding_window")
-    if not width:
-        raise UserError(
-            "config.json: the layers have sliding attention, but `sliding_window`, its number of tokens, is missing: "
-            "add it"
-        )
-    return int(width)
-
-
 def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Add zero output biases, which Llama's classes have if they have any biases, and Qwen 2 does not."""
     if not config["attention_bias"]:
@@ -315,19 +239,6 @@ def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) ->
         if name.endswith("self_attn.o_proj.weight")
     }
     return {**missing, **tensors}
-
-
-def without_zero_biases(state: dict[str, Tensor], layer_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Remove zero output biases, as added by `with_output_biases`."""
-    if layer_config["model_type"] != "qwen2":
-        return state
-    return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
-
-
-def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove embedding and head from a state dict. Returns them by name."""
-    names = ("embed_tokens", "lm_head")
-    return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
 
 
 def borrowed_head(drafter: Drafter, recipe_line: str) -> Tensor:
@@ -345,110 +256,6 @@ def borrowed_head(drafter: Drafter, recipe_line: str) -> Tensor:
     return head.weight.detach().to(drafter.dtype)
 
 
-def drafted_ids(d2t: Tensor) -> Tensor:
-    """Convert offsets [W] of a draft vocabulary to ids [W] of the target's vocabulary."""
-    return d2t + torch.arange(len(d2t))
-
-
-def drafted_mask(d2t: Tensor, vocabulary: int) -> Tensor:
-    """Convert offsets [W] of a draft vocabulary to its mask `t2d` [V]."""
-    t2d = torch.zeros(vocabulary, dtype=torch.bool)
-    t2d[drafted_ids(d2t)] = True
-    return t2d
-
-
 def dtype_name(drafter: Drafter) -> str:
     """Return the name of the drafter's dtype, such as `float32`."""
     return str(drafter.dtype).removeprefix("torch.")
-
-
-def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> list[str]:
-    """List the keys in which the layers of a config, as transformers reads it, differ from our layers.
-
-    Args:
-        layer_config: The config that our layers are built from.
-        exactly: Also compare keys that do not affect the output: the number of positions, the initial range.
-    """
-    ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(config)
-    differences = []
-    for key in LAYER_KEYS:
-        expected, value = getattr(ours, key, None), getattr(theirs, key, None)
-        if key == "head_dim":
-            expected = expected or ours.hidden_size // ours.num_attention_heads
-            value = value or theirs.hidden_size // theirs.num_attention_heads
-        if key == "rope_parameters":
-            expected, value = _known(expected), _known(value)
-        if value != expected and (exactly or key not in HARMLESS_KEYS):
-            differences.append(f"{key} is {value} where the target's layers have {expected}")
-    return differences
-
-
-def _as_transformers_reads(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Build transformers' config from the keys of a foreign config that its layers depend on."""
-    model_type = config.get("model_type")
-    values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
-    if "layer_width" in config:  # vLLM's states are wider than the layers, see `vllm_parallel.py`
-        values["hidden_size"] = config["layer_width"]
-    return AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
-
-
-def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (rope or {}).items() if value is not None}
-
-
-def _own_rope(config: Mapping[str, Any], layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the option `rope` if a foreign config has another RoPE than our layers, and the assumptions made."""
-    ours = _known(layers_config(layer_config, 1).rope_parameters)
-    theirs = _known(_as_transformers_reads(config).rope_parameters)
-    if theirs == ours:
-        return {}, ()
-    theta = f"{theirs['rope_theta']:,.0f}"
-    if config.get("rope_theta") is None and not config.get("rope_parameters"):
-        return {"rope": theirs}, (f"its config names no rope_theta: {theta} was taken, as its readers do",)
-    sentence = f"its layers have another RoPE ({theta}) than the target's ({ours.get('rope_theta', 0):,.0f})"
-    return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
-
-
-def read_layers(
-    checkpoint: Checkpoint,
-    target_config: Mapping[str, Any],
-    kinds: Collection[str] = ("target", *OTHER_KINDS),
-    with_own_rope: bool = True,
-) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Return the kind of a foreign checkpoint's layers, one of `kinds`, their option `rope`, and the assumptions made.
-
-    Args:
-        with_own_rope: Our drafters of this layout may have another RoPE than the target. A kind with the target's is
-            preferred.
-
-    Raises:
-        UserError: Its layers do not have the target's shape, or it has another vocabulary.
-    """
-    config = checkpoint.config
-    model_type, fits, differences = config.get("model_type"), None, list[str]()
-    biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
-    for kind in kinds:
-        layer_config = of_kind(kind, target_config)
-        own = layer_config["model_type"]
-        # Mistral's and Qwen 2's are written as Llama's.
-        if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
-            continue
-        rope, assumed = _own_rope(config, layer_config)
-        wrong = config_differences(config, layer_config, exactly=False)
-        if with_own_rope and own in (model_type, *LLAMA_LIKE):
-            wrong = [each for each in wrong if not each.startswith("rope_parameters")]
-        if biased != _has_biases(layer_config):
-            wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
-        if config.get("vocab_size") != target_config["vocab_size"]:
-            wrong.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
-        if not wrong and not rope:
-            return kind, {}, ()
-        fits = fits or (None if wrong else (kind, rope, assumed))
-        differences += wrong
-    if fits is not None:
-        return fits
-    first = differences[0] if differences else f"layers are {model_type}'s"
-    raise UserError(
-        f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "
-        "this target and has them"
-    )

@@ -26,7 +26,6 @@ from draftsmith.errors import UserError, reason
 from draftsmith.models.formats import causal_lm, dflash, eagle
 from draftsmith.models.formats.layout import (
     NO_ATTENTION_BIAS,
-    Checkpoint,
     Refusal,
     has_plain_logits,
     no_layers,
@@ -34,6 +33,7 @@ from draftsmith.models.formats.layout import (
     only,
     renamed,
 )
+from draftsmith.models.formats.reading import Checkpoint
 from draftsmith.models.groups.layers import layers_config
 
 FILE = "drafter.gguf"

@@ -13,23 +13,25 @@ import torch
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
-    LLAMA_LIKE,
-    Checkpoint,
     Exporter,
-    Parameters,
     Refusal,
     borrowed_head,
-    drafted_mask,
     dtype_name,
     has_uncapped_logits,
     llama_config,
     no_layers_but,
     no_scaled_embeddings,
+    window_keys,
+    with_output_biases,
+)
+from draftsmith.models.formats.reading import (
+    LLAMA_LIKE,
+    Checkpoint,
+    Parameters,
+    read_draft_vocabulary,
     read_layers,
     take_borrowed,
-    window_keys,
     window_of,
-    with_output_biases,
     without_zero_biases,
 )
 from draftsmith.models.formats.vllm_plugin import ARCHITECTURE
@@ -109,7 +111,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     Raises:
         UserError: The checkpoint was made for a target of another shape.
     """
-    config = checkpoint.config
+    keys = checkpoint.keys
     kind, rope, assumed = read_layers(checkpoint, target_config)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
     state.pop("target_norm.weight", None)
@@ -118,15 +120,15 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     parts = [state.pop(name) for name in ("fuse_embedding.weight", "fuse_features.weight") if name in state]
     if parts:
         state["fuse.weight"] = torch.cat(parts, dim=1)
-    if config["shared_mask"]:
+    if keys.flag("shared_mask"):
         state["masks"] = state["masks"][:1]
-    options = {"num_layers": config["num_hidden_layers"], "layers": kind, **rope}
-    options |= {option: config[option] for option in OPTIONS if option in config}
-    options["sliding_window"] = window_of(config)
+    options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **rope}
+    options |= {option: keys[option] for option in OPTIONS if option in keys}
+    options["sliding_window"] = window_of(keys)
+    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
     borrowed = take_borrowed(state)
-    if "d2t" in state:
-        options["draft_vocab_size"] = config["draft_vocab_size"]
-        state["t2d"] = drafted_mask(state["d2t"], config["vocab_size"])
+    if drafted is not None:
+        options["draft_vocab_size"] = drafted
     return Parameters("parallel", options, state, borrowed, assumed=assumed)
 
 

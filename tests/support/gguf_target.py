@@ -7,8 +7,8 @@ from typing import Any
 import gguf
 from transformers import PreTrainedModel
 
-from draftsmith.models.formats.layout import Checkpoint
 from draftsmith.models.formats.llamacpp import Key, architecture_of, write_gguf
+from draftsmith.models.formats.reading import Checkpoint
 
 
 def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:

@@ -52,7 +52,9 @@ def start_folder(recipe: Recipe) -> Path | None:
         folder = drafter_place(init, "drafter.init")
     if not str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(
-            f"key `drafter.init`: {init} is not the folder of a trained drafter, such as runs/NAME/drafter: correct it"
+            f"key `drafter.init`: {init} is not the folder of a trained drafter, such as runs/NAME/drafter: correct "
+            f"it; if it is published for an engine, run `draftsmith import RECIPE --from {init} --to FOLDER` first, "
+            "and name FOLDER"
         )
     return folder
 

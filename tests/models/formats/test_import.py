@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,7 +28,8 @@ from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.formats import dflash
 from draftsmith.models.formats.exporting import EXPORTERS, export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
-from draftsmith.models.formats.layout import Checkpoint, renamed
+from draftsmith.models.formats.layout import renamed
+from draftsmith.models.formats.reading import Checkpoint
 from draftsmith.models.target.features import target_features
 
 DRAFTED = 20
@@ -216,7 +218,7 @@ def test_windows_of_blocks_are_imported(tmp_path: Path) -> None:
         ({"layer_types": [full, full], "sliding_window": 9}, {"use_swa": True, "swa_window_size": 7}, (7, True)),
         ({"layer_types": [full, full], "sliding_window": 9}, {}, (None, False)),
         ({"layer_types": [slides, full], "sliding_window": 9}, {}, "one `sliding_window` in all layers"),
-        ({"layer_types": [slides, slides]}, {}, ", its number of tokens, is missing"),
+        ({"layer_types": [slides, slides]}, {}, "`sliding_window` is missing"),
     ]
     for at_top, in_blocks, expected in cases:
         config = {**DFLASH, **at_top, "dflash_config": {**DFLASH["dflash_config"], **in_blocks}}
@@ -406,37 +408,73 @@ def test_block_head_must_have_the_targets_rows(published: Publish) -> None:
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 7.0}}
+
+
+def change_map(make: Callable[[Tensor], Tensor], marked: bool = False) -> Change:
+    """Return a change of `d2t`, without `t2d` unless it is `marked`."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = make(tensors["d2t"].clone())
+        if not marked:
+            del tensors["t2d"]
+
+    return change
+
+
+def drop(*names: str) -> Change:
+    """Return a change that leaves out the tensors whose names begin so."""
+    return lambda config, tensors: [tensors.pop(name) for name in [*tensors] if name.startswith(names)]
 
 
 @pytest.mark.parametrize(
     ("layout", "change", "sentence"),
     [
-        (
-            "vllm",
-            lambda c, t: c.update(rms_norm_eps=1e-5),
-            "rms_norm_eps is 1e-05 where the target's layers have 1e-06",
-        ),
-        ("vllm", lambda c, t: c.update(intermediate_size=64), "intermediate_size is 64 where"),
+        ("vllm", lambda c, t: c.update(rms_norm_eps=1e-5), "rms_norm_eps is 1e-05 where the target's layers have"),
         ("vllm", lambda c, t: c.update(vocab_size=99), "vocab_size is 99 where the target has 61"),
         ("vllm", lambda c, t: c.update(fc_norm=True), "fc_norm.0.weight, fc_norm.1.weight, .* missing"),
         ("vllm", lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "exclude each other"),
         ("vllm", lambda c, t: c.pop("eagle_aux_hidden_state_layer_ids"), "names no eagle_aux_hidden_state_layer_ids"),
         ("vllm", lambda c, t: c.update(num_aux_hidden_states=2), "num_aux_hidden_states is 2, and .* names 3 layers"),
-        ("vllm", lambda c, t: c.update(use_aux_hidden_state=False), "json: use_aux_hidden_state is false"),
-        (
-            "specforge",
-            lambda c, t: (c.update(eagle_config={"use_aux_hidden_state": False}), t.pop("fc.weight")),
-            "eagle_config.use_aux_hidden_state is false, .* trained on fused layers",
-        ),
+        ("vllm", lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=["0"]), "not a list of whole numbers"),
+        ("vllm", lambda c, t: c.update(eagle_config=[1]), r"`eagle_config` is \[1\], not a mapping of keys"),
+        ("vllm", lambda c, t: c.update(norm_output="no"), "`norm_output` is 'no', neither true nor false"),
+        ("specforge", lambda c, t: (c["eagle_config"].update(use_aux_hidden_state=False), t.pop("fc.weight")),
+         "use_aux_hidden_state is false, .* trained on fused layers"),
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "odd"}), "rope_type odd"),
-        ("vllm", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight missing"),
+        ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "llama3"}), "not what transformers reads"),
+        ("vllm", lambda c, t: c.update(rope_parameters={"sliding_attention": ROPES}), "none for .*full_attention"),
+        ("vllm", lambda c, t: c.update(hidden_size="wide"), "not what transformers reads"),
+        ("vllm", drop("midlayer.mlp.up_proj"), "layers.0.mlp.up_proj.weight missing"),
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
-        ("eagle", lambda c, t: t.pop("fc.weight"), "none of the supported layouts"),
-        ("medusa", lambda c, t: t.pop("0.2.weight"), "missing"),
+        ("vllm", lambda c, t: t.update({"fc.weight": torch.tensor(1.0)}), "fc.weight of another shape"),
+        ("vllm", lambda c, t: t.update({"lm_head.weight": torch.tensor(1.0)}), "lm_head is not the target's"),
+        ("specforge", drop("lm_head"), "lm_head.weight missing"),
+        ("specforge", drop("d2t", "t2d"), "names a draft vocabulary of 20 tokens of 61, but the checkpoint has no d2t"),
+        ("specforge", change_map(lambda d2t: d2t + 10), "d2t names token 62, and the target has 61"),
+        ("specforge", change_map(lambda d2t: d2t - 2), "d2t names token -1, and the target has 61"),
+        ("specforge", change_map(lambda d2t: torch.cat([d2t[:1], d2t[:1] - 1, d2t[2:]])), "d2t names a token twice"),
+        ("specforge", change_map(lambda d2t: d2t[:9]), "`draft_vocab_size` is 20, but d2t names 9 tokens"),
+        ("specforge", change_map(lambda d2t: d2t.float()), "d2t is torch.float32 .*, not a list of whole numbers"),
+        ("specforge", change_map(lambda d2t: d2t + 1, marked=True), "t2d marks other tokens than d2t names"),
+        ("specforge", lambda c, t: c.update(draft_vocab_size=True), "`draft_vocab_size` is True, not a whole number"),
+        ("specforge", lambda c, t: t.update(t2d=t["t2d"][:9]), r"t2d is \[9\] where the target has 61 tokens"),
+        ("dspark-reduced", drop("d2t", "t2d"), "but the checkpoint has no d2t"),
+        ("peagle", lambda c, t: c.pop("num_hidden_layers"), "`num_hidden_layers` is missing"),
+        ("speculators", lambda c, t: c.pop("transformer_layer_config"), "`transformer_layer_config` is missing"),
+        ("dflash", lambda c, t: c.update(block_size="4"), "`block_size` is '4', not a whole number from 1"),
+        ("eagle", drop("fc.weight"), "none of the supported layouts"),
+        ("medusa", drop("0.2.weight"), "missing"),
+        ("medusa", drop("1."), r"blocks.1.layers.0.bias, .* missing"),
+        ("medusa", drop("0."), r"blocks.0.layers.0.bias, .* missing"),
+        ("medusa", lambda c, t: t.update({"0.0.linear.weight": torch.empty(0)}), r"a block .* is \[0\]"),
+        ("medusa", lambda c, t: t.update({"9" * 5000 + ".0.linear.weight": torch.zeros(1)}), r"a block .* is \[1\]"),
+        ("medusa", lambda c, t: t.update({"9999.0.linear.weight": torch.zeros(32, 32)}), "num_heads"),
         ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch: prefix-mlp"),
         ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
+        ("hydra", drop("hydra_mlp.1."), "heads.1.0.linear.bias, .* missing"),
     ],
-)
+)  # fmt: skip
 def test_incompatible_checkpoint_is_reported(
     layout: str, change: Change, sentence: str, published: Publish, tmp_path: Path
 ) -> None:
@@ -445,6 +483,61 @@ def test_incompatible_checkpoint_is_reported(
     with pytest.raises(UserError, match=sentence):
         theirs.load()
     assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("layout", ["specforge", "dspark-reduced"])
+def test_draft_vocabulary_in_other_forms(layout: str, published: Publish) -> None:
+    """Ids in another order, together with the heads' rows; ids in place of offsets, which t2d shows; t2d alone."""
+    theirs = published(layout)
+    expected, plain = theirs.load().state_dict(), dict(theirs.tensors)
+    ids, order = plain["d2t"] + torch.arange(DRAFTED), torch.arange(DRAFTED - 1, -1, -1)
+    rows = {name: plain[name][order] for name in ("lm_head.weight", "markov_head.markov_w2.weight") if name in plain}
+    for number, changed in enumerate(
+        ({**rows, "d2t": ids[order] - torch.arange(DRAFTED)}, {"d2t": ids}, {"d2t": None})
+    ):
+        theirs.tensors = {name: value for name, value in {**plain, **changed}.items() if value is not None}
+        assert_same(theirs.load(f"again-{number}").state_dict(), expected)
+
+
+def test_rope_of_the_layers_type_is_read(published: Publish) -> None:
+    theirs = published("vllm")
+    del theirs.config["rope_theta"]
+    theirs.config["rope_parameters"] = ROPES
+    assert theirs.load().config.rope["rope_theta"] == 5e5
+    theirs.config |= {"layer_types": ["sliding_attention"], "sliding_window": 9}
+    assert theirs.load("sliding").config.rope["rope_theta"] == 7.0
+
+
+def test_number_of_draft_tokens_is_kept(published: Publish) -> None:
+    for layout, options in (("speculators", {"draft_depth": 3}), ("peagle", {"num_masks": 2})):
+        theirs = published(layout)
+        theirs.config["speculators_config"] = {"proposal_methods": [{"speculative_tokens": 3}]}
+        config = theirs.load(layout).config
+        assert {key: getattr(config, key) for key in options} == options
+
+
+def test_weights_that_are_not_there(published: Publish, tmp_path: Path) -> None:
+    """A git-lfs pointer, a shard that an index names, another object than tensors; a pipe is no weights file."""
+    theirs = published("vllm")
+    theirs.load()
+    file, again = tmp_path / "theirs" / "model.safetensors", tmp_path / "again"
+
+    def check(sentence: str) -> None:
+        with pytest.raises(UserError, match=sentence):
+            import_drafter(str(file.parent), TARGET, again)
+
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "model-2.safetensors"}}))
+    check(r"model-2\.safetensors is missing, a part of the weights that model\.safetensors\.index\.json names")
+    index.unlink()
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    check("is a git-lfs pointer, not the weights: run `git lfs pull`")
+    file.unlink()
+    os.mkfifo(file)
+    check("holds no checkpoint")
+    file.unlink()
+    torch.save({"state_dict": theirs.tensors}, file.with_name("pytorch_model.bin"))
+    check("holds something else than tensors by name")
 
 
 def test_guessed_layers_are_reported(published: Publish, tmp_path: Path) -> None:
@@ -545,6 +638,9 @@ def test_import_command(published: Publish, tmp_path: Path) -> None:
     assert "a method of eval.methods with `drafter: " in told.stderr
     again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
     assert (again.exit_code, "already exists" in again.stderr) == (2, True)
+    other = [*elsewhere[:2], "drafter.kind=eagle3", "name=other"]
+    refused = CliRunner().invoke(app, ["import", file, *other])
+    assert "is a drafter of kind medusa, and the recipe says drafter.kind=eagle3: correct" in refused.stderr
     nothing = CliRunner().invoke(app, ["import", file])
     assert (nothing.exit_code, "--from" in nothing.stderr, "import:" in nothing.output) == (2, True, False)
 

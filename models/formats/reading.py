@@ -1,0 +1,350 @@
+"""Reading of foreign checkpoints: their config's keys, draft vocabularies and layers, each checked where it is read.
+
+A layout's `read` function converts a checkpoint to `Parameters`. A wrong or missing key is a `UserError` that names it.
+
+Shapes: W tokens of a draft vocabulary, V vocabulary, D hidden.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from draftsmith.errors import UserError, reason
+from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
+
+# Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in the target's sliding
+# windows, which drafters do not take over, and in biases.
+LLAMA_LIKE = ("llama", "mistral", "qwen2")
+# Config keys that a drafter's layers take from the target; a foreign config must have equal values.
+LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
+HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
+# Sections of configs, whose keys are read as if they were at the top; a later one takes precedence.
+SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")
+FEATURE_LAYERS = "eagle_aux_hidden_state_layer_ids"  # counted otherwise in `eagle_config`, so that both are kept
+# Tensors with a row for each token of a draft vocabulary.
+ROWS_OF_TOKENS = ("lm_head.weight", "markov_head.markov_w2.weight")
+
+
+class Keys(dict[str, Any]):
+    """Values of a foreign `config.json` by key, those of its sections included."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        for section in SECTIONS:
+            values = config.get(section) or {}
+            if not isinstance(values, dict):
+                raise UserError(f"config.json: `{section}` is {values!r}, not a mapping of keys: correct it")
+            self.update({key: value for key, value in values.items() if key != FEATURE_LAYERS})
+        if "transformer_layer_config" in config and FEATURE_LAYERS in config["transformer_layer_config"]:
+            self[FEATURE_LAYERS] = config["transformer_layer_config"][FEATURE_LAYERS]
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"config.json: `{key}` is missing: add the value that the drafter was trained with")
+
+    def whole(self, key: str, lowest: int = 0) -> int:
+        """Return a whole number.
+
+        Raises:
+            UserError: The key is missing, or its value is no whole number from `lowest`.
+        """
+        value = self[key]
+        if type(value) is not int or value < lowest:
+            raise UserError(f"config.json: `{key}` is {value!r}, not a whole number from {lowest}: correct it")
+        return value
+
+    def wholes(self, key: str, values: Any = None) -> list[int]:
+        """Return a list of whole numbers: `values`, or those of the key.
+
+        Raises:
+            UserError: The key is missing, or its value is no list of whole numbers.
+        """
+        values = self[key] if values is None else values
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise UserError(f"config.json: `{key}` is {values!r}, not a list of whole numbers: correct it")
+        return values
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a value that is true or false; `default` if it is missing or null.
+
+        Raises:
+            UserError: It is neither.
+        """
+        value = self.get(key)
+        if value is not None and type(value) is not bool:
+            raise UserError(f"config.json: `{key}` is {value!r}, neither true nor false: correct it")
+        return default if value is None else value
+
+    def draft_tokens(self) -> int | None:
+        """Return the number of draft tokens in a round that a config of speculators names; None without one."""
+        value: Any = self
+        for part in ("speculators_config", "proposal_methods", 0, "speculative_tokens"):
+            try:
+                value = value[part]
+            except (LookupError, TypeError, UserError):
+                return None
+        return value if type(value) is int and value > 0 else None
+
+
+@dataclass
+class Checkpoint:
+    """Config and tensors by name, in the layout of a reader."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def keys(self) -> Keys:
+        """Return the config's values, checked where they are read."""
+        return Keys(self.config)
+
+
+@dataclass
+class Parameters:
+    """A kind of drafter, its options, and its state dict.
+
+    Args:
+        borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
+            The head has only the rows of `d2t` if the state has one.
+        can_own_head: The layout has room for an LM head of the drafter's own, of all tokens.
+        other_row: Row of the embedding that is the drafter's own mask, and may differ.
+        assumed: Assumptions about facts that the checkpoint does not state; sentences without a full stop.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    state: dict[str, Tensor]
+    borrowed: dict[str, Tensor] = field(default_factory=dict)
+    other_row: int | None = None
+    can_own_head: bool = False
+    assumed: tuple[str, ...] = ()
+
+
+# ---- heads and vocabularies ----
+
+
+def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove embedding and head from a state dict. Returns them by name."""
+    names = ("embed_tokens", "lm_head")
+    return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
+
+
+def with_own_head(params: Parameters) -> Parameters:
+    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
+    head = params.borrowed["lm_head"]
+    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
+    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
+    options = {**params.options, "draft_vocab_size": len(head)}
+    state = {**params.state, **all_tokens, "lm_head.weight": head}
+    return replace(params, options=options, state=state, borrowed=others)
+
+
+def drafted_ids(d2t: Tensor) -> Tensor:
+    """Convert offsets [W] of a draft vocabulary to ids [W] of the target's vocabulary."""
+    return d2t + torch.arange(len(d2t))
+
+
+def read_draft_vocabulary(state: dict[str, Tensor], keys: Keys, vocabulary: int) -> int | None:
+    """Check a checkpoint's draft vocabulary, and sort it by id, in place, together with the rows of its heads.
+
+    `d2t` holds offsets, or where `t2d` shows it, ids; afterwards it holds offsets. Without one, `t2d` names the tokens.
+
+    Returns:
+        W; None if all tokens are drafted, in their order; then there is no map either.
+
+    Raises:
+        UserError: The ids are not whole numbers, or not those of different tokens of the target; the map is missing; or
+            it contradicts `t2d`, the config or the heads.
+    """
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    size = keys.whole("draft_vocab_size", 1) if keys.get("draft_vocab_size") is not None else None
+    if t2d is not None and t2d.shape != (vocabulary,):
+        raise UserError(f"t2d is {list(t2d.shape)} where the target has {vocabulary} tokens: import its own drafter")
+    marked = None if t2d is None else t2d.bool().nonzero().flatten()
+    if d2t is None:
+        if size in (None, vocabulary):
+            return None
+        if marked is None:
+            raise UserError(
+                f"config.json names a draft vocabulary of {size} tokens of {vocabulary}, but the checkpoint has no "
+                "d2t, the map to the target's tokens: fetch it again, or ask who trained it"
+            )
+        ids = marked
+    else:
+        if d2t.ndim != 1 or d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
+            raise UserError(f"d2t is {d2t.dtype} {list(d2t.shape)}, not a list of whole numbers: fetch it again")
+        ids = drafted_ids(d2t.to(torch.int64))
+        if marked is not None and not torch.equal(ids.sort().values, marked):
+            ids = d2t.to(torch.int64)
+            if not torch.equal(ids.sort().values, marked):
+                raise UserError(
+                    "t2d marks other tokens than d2t names, as offsets or as ids: fetch the checkpoint again"
+                )
+    outside = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(outside) or len(ids.unique()) < len(ids):
+        wrong = f"token {int(outside[0])}, and the target has {vocabulary}" if len(outside) else "a token twice"
+        raise UserError(f"d2t names {wrong}: fetch the checkpoint again, or import one that was made for this target")
+    if size not in (None, len(ids)):
+        raise UserError(f"config.json: `draft_vocab_size` is {size}, but d2t names {len(ids)} tokens: correct it")
+    ids, order = ids.sort()
+    for name in ROWS_OF_TOKENS:
+        if name in state:
+            if state[name].shape[:1] != ids.shape:
+                raise UserError(
+                    f"{name} is {list(state[name].shape)} where d2t names {len(ids)} tokens: fetch it again"
+                )
+            state[name] = state[name][order]
+    if len(ids) == vocabulary:
+        return None
+    state["d2t"], state["t2d"] = ids - torch.arange(len(ids)), torch.zeros(vocabulary, dtype=torch.bool)
+    state["t2d"][ids] = True
+    return len(ids)
+
+
+# ---- layers ----
+
+
+def window_of(keys: Keys) -> int | None:
+    """Return the sliding window of a config's layers in tokens; None if they have none.
+
+    Raises:
+        UserError: Only some layers have a window, or the config does not give its size.
+    """
+    named = keys.get("layer_types")
+    kinds = {str(kind) for kind in named} if isinstance(named, list) else set[str]()
+    if "sliding_attention" not in kinds and not keys.flag("use_swa"):
+        return None
+    if len(kinds) > 1:
+        raise UserError(
+            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
+            "in all layers: import a drafter that has"
+        )
+    return keys.whole("swa_window_size" if keys.get("swa_window_size") else "sliding_window", 1)
+
+
+def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> list[str]:
+    """List the keys in which the layers of a config, as transformers reads it, differ from our layers.
+
+    Args:
+        layer_config: The config that our layers are built from.
+        exactly: Also compare keys that do not affect the output: the number of positions, the initial range.
+    """
+    ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(Keys(config))
+    differences = []
+    for key in LAYER_KEYS:
+        expected, value = getattr(ours, key, None), getattr(theirs, key, None)
+        if key == "head_dim":
+            expected = expected or ours.hidden_size // ours.num_attention_heads
+            value = value or theirs.hidden_size // theirs.num_attention_heads
+        if key == "rope_parameters":
+            expected, value = _known(expected), _known(value)
+        if value != expected and (exactly or key not in HARMLESS_KEYS):
+            differences.append(f"{key} is {value} where the target's layers have {expected}")
+    return differences
+
+
+def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
+    """Build transformers' config from the keys of a foreign config that its layers depend on.
+
+    RoPE may be given for each type of layer; it is that of the drafter's.
+
+    Raises:
+        UserError: A value is not what transformers takes.
+    """
+    model_type = keys.get("model_type")
+    values = {key: keys[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if keys.get(key) is not None}
+    if "layer_width" in keys:  # vLLM's states are wider than the layers, see `vllm_parallel.py`
+        values["hidden_size"] = keys["layer_width"]
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and rope and all(isinstance(of_type, dict) for of_type in rope.values()):
+        layer_type = "full_attention" if window_of(keys) is None else "sliding_attention"
+        if layer_type not in rope:
+            raise UserError(f"config.json: `rope_parameters` has none for the drafter's {layer_type}: add it")
+        values["rope_parameters"] = rope[layer_type]
+    try:
+        config = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
+        float(config.rope_parameters["rope_theta"])
+        return config
+    except Exception as error:  # of any type: transformers checks each key in its own way
+        text = f"lacks {error}" if isinstance(error, KeyError) else reason(error)
+        raise UserError(f"config.json: the keys of its layers are not what transformers reads ({text})") from None
+
+
+def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (rope or {}).items() if value is not None}
+
+
+def has_biases(layer_config: Mapping[str, Any]) -> bool:
+    """Return whether queries, keys and values of layers have biases."""
+    return layer_config["model_type"] == "qwen2" or bool(layer_config.get("attention_bias"))
+
+
+def without_zero_biases(state: dict[str, Tensor], layer_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Remove zero output biases, as added by `with_output_biases`."""
+    if layer_config["model_type"] != "qwen2":
+        return state
+    return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
+
+
+def _own_rope(keys: Keys, layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the option `rope` if a foreign config has another RoPE than our layers, and the assumptions made."""
+    ours = _known(layers_config(layer_config, 1).rope_parameters)
+    theirs = _known(_as_transformers_reads(keys).rope_parameters)
+    if theirs == ours:
+        return {}, ()
+    theta = f"{theirs['rope_theta']:,.0f}"
+    if keys.get("rope_theta") is None and not keys.get("rope_parameters"):
+        return {"rope": theirs}, (f"its config names no rope_theta: {theta} was taken, as its readers do",)
+    sentence = f"its layers have another RoPE ({theta}) than the target's ({ours.get('rope_theta', 0):,.0f})"
+    return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
+
+
+def read_layers(
+    checkpoint: Checkpoint,
+    target_config: Mapping[str, Any],
+    kinds: Collection[str] = ("target", *OTHER_KINDS),
+    with_own_rope: bool = True,
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Return the kind of a foreign checkpoint's layers, one of `kinds`, their option `rope`, and the assumptions made.
+
+    Args:
+        with_own_rope: Our drafters of this layout may have another RoPE than the target. A kind with the target's is
+            preferred.
+
+    Raises:
+        UserError: Its layers do not have the target's shape, or it has another vocabulary.
+    """
+    keys = checkpoint.keys
+    model_type, fits, differences = keys.get("model_type"), None, list[str]()
+    biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
+    for kind in kinds:
+        layer_config = of_kind(kind, target_config)
+        own = layer_config["model_type"]
+        # Mistral's and Qwen 2's are written as Llama's.
+        if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
+            continue
+        rope, assumed = _own_rope(keys, layer_config)
+        wrong = config_differences(keys, layer_config, exactly=False)
+        if with_own_rope and own in (model_type, *LLAMA_LIKE):
+            wrong = [each for each in wrong if not each.startswith("rope_parameters")]
+        if biased != has_biases(layer_config):
+            wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
+        if keys.get("vocab_size") != target_config["vocab_size"]:
+            wrong.append(f"vocab_size is {keys.get('vocab_size')} where the target has {target_config['vocab_size']}")
+        if not wrong and not rope:
+            return kind, {}, ()
+        fits = fits or (None if wrong else (kind, rope, assumed))
+        differences += wrong
+    if fits is not None:
+        return fits
+    first = differences[0] if differences else f"layers are {model_type}'s"
+    raise UserError(
+        f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "
+        "this target and has them"
+    )
