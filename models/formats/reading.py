@@ -135,13 +135,17 @@ def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
 
 
+def all_tokens(vocabulary: int) -> dict[str, Tensor]:
+    """Return the maps `d2t` and `t2d` of a draft vocabulary of all tokens."""
+    return {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
+
+
 def with_own_head(params: Parameters) -> Parameters:
     """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
     head = params.borrowed["lm_head"]
-    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
     others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
     options = {**params.options, "draft_vocab_size": len(head)}
-    state = {**params.state, **all_tokens, "lm_head.weight": head}
+    state = {**params.state, **all_tokens(len(head)), "lm_head.weight": head}
     return replace(params, options=options, state=state, borrowed=others)
 
 

@@ -28,6 +28,7 @@ from draftsmith.models.formats.reading import (
     LLAMA_LIKE,
     Checkpoint,
     Parameters,
+    all_tokens,
     read_draft_vocabulary,
     read_layers,
     take_borrowed,
@@ -125,10 +126,11 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **rope}
     options |= {option: keys[option] for option in OPTIONS if option in keys}
     options["sliding_window"] = window_of(keys)
-    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+    if "d2t" in state:
+        drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+        options["draft_vocab_size"] = drafted or target_config["vocab_size"]
+        state |= all_tokens(options["draft_vocab_size"]) if drafted is None else {}
     borrowed = take_borrowed(state)
-    if drafted is not None:
-        options["draft_vocab_size"] = drafted
     return Parameters("parallel", options, state, borrowed, assumed=assumed)
 
 
