@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from draftsmith.errors import exit_with_one_sentence, os_error_message
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.console import write_json
 from draftsmith.files import write_atomically
 
 RUNNER = CliRunner()
@@ -112,17 +111,6 @@ def test_unwritable_json_file_is_reported_before_the_work(
         assert result.exit_code == 2, result.exception
         assert result.stderr.startswith(f"error: {sentence}")
         assert result.stderr.count("\n") == 1
-
-
-def test_json_to_a_device_does_not_replace_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "real").write_text("old")
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "real")
-    write_json(link, [1])
-    assert link.is_symlink()
-    assert (tmp_path / "real").read_text() == "[\n  1\n]\n"
-    write_json(Path("/dev/null"), [1])
-    assert Path("/dev/null").is_char_device()
 
 
 def test_too_small_disk_is_reported_before_the_first_step(tmp_path: Path, tiny_disk: Path) -> None:

@@ -1,14 +1,12 @@
 """Progress: a bar on a terminal, occasional lines in a file, nothing with --quiet."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from draftsmith import progress
-from draftsmith.progress import IN_A_FILE, configure_progress_bars, progress_bar
+from draftsmith.progress import configure_progress_bars, progress_bar
 
 # Three thousand updates of two nested bars, 20 ms apart by a fake clock.
 BARS = (
@@ -44,12 +42,3 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with configure_progress_bars(), progress_bar(2, "distil", "conv", shown=False) as bar:
         bar.update(2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_environment_disables_progress_bars_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQDM_MININTERVAL", "7")
-    with configure_progress_bars():
-        assert {name: os.environ[name] for name in IN_A_FILE} == IN_A_FILE
-    assert os.environ["TQDM_MININTERVAL"] == "7"
-    assert "HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ
-    assert not progress.is_quiet()

@@ -55,20 +55,6 @@ def test_step_and_its_part_of_the_page(
     assert json.loads(page.partition("```json")[2].rstrip("`\n")) == found
 
 
-def test_false_figures_are_problems() -> None:
-    figures = {
-        "eagle.parity": {"worst": 1.0, "is_within_tolerance": False},
-        "a": {"b": {"c": False, "d": True}},
-        "e": 0,
-    }
-    assert problems(figures) == ["eagle.parity.is_within_tolerance is false", "a.b.c is false"]
-
-
-def test_labels_of_the_training_step(run_step: Callable[[str], dict[str, Any]]) -> None:
-    """Every token of the 64 has a label at each of the 5 depths within its row."""
-    assert run_step("training")["folded"]["labelled_rows"] == sum(63 - depth for depth in range(5))
-
-
 def test_parts_that_fail_or_run_out_of_time(tmp_path: Path) -> None:
     """They are recorded too, and later parts run."""
     step = Step("mine", torch.device("cpu"), tmp_path, limit_s=10)

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from support.benchmark_scripts import benchmark
 from support.tiny_models import tiny_target
 
 from draftsmith.eval.bench.replay import accepted_lengths
@@ -48,12 +46,3 @@ def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, An
     features_sf = target_features(target, ids_s[None], layers=drafter.feature_layers)[0]
     first, last = len(prompt), len(ids_s) - 1
     assert accepted_lengths(method, ids_s.tolist(), features_sf, first, last) == answer.accept_lengths
-
-
-def test_contexts_of_a_length() -> None:
-    """The last tokens of earlier conversations, whole, then a question without its answer."""
-    talks = [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    rows = [{"input_ids": ids, "loss_mask": [0, 0, 1] + [1] * (len(ids) - 3)} for ids in talks]
-    contexts = benchmark("context_length").make_contexts(Dataset.from_list(rows), 8, 3)
-    first = [4, 5, 6, 7, 8, 9, 1, 2]
-    assert contexts == [first, [8, 9, 1, 2, 3, 4, 5, 6], first]
