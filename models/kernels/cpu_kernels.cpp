@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <queue>
 #include <tuple>
 
@@ -22,25 +23,6 @@
 #include "cpu_math.h"
 
 namespace {
-
-template <class Dtype>
-void attend_all(
-    const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const std::vector<int32_t>& seen,
-    const std::vector<int64_t>& counts, double scale, at::Tensor& out) {
-  using Element = typename Dtype::Element;
-  const int64_t heads = query.size(1), head_size = query.size(3);
-  const auto at_of = [](const at::Tensor& tensor) { return static_cast<const Element*>(tensor.const_data_ptr()); };
-  const Attention<Dtype> attention{
-      at_of(query), at_of(keys), at_of(values), static_cast<Element*>(out.data_ptr()), query.size(2), heads,
-      keys.size(1), head_size, keys.size(2), query.stride(2), query.stride(1), heads * head_size, keys.stride(1),
-      values.stride(1), keys.stride(2), values.stride(2), seen.data(), counts.data(), static_cast<float>(scale)};
-  const auto common = attention.count_common();
-  at::parallel_for(0, attention.readers(), 1, [&](int64_t begin, int64_t end) {
-    const Tiles tiles;
-    typename Attention<Dtype>::Scratch scratch(attention);
-    attention.run(begin, end, common.data(), scratch);
-  });
-}
 
 // Memory for packed weights, one after the other in pages of 2 MB where the system has them: a step reads all weights,
 // and waits for fewer addresses of pages. A slab is freed with the last of its weights.
@@ -66,6 +48,8 @@ at::Tensor empty_packed(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 // packed [blocks, K / PACK, BLOCK, PACK] of a weight [N, K]; what is not there is zero.
 at::Tensor pack(const at::Tensor& weight) {
+  check_dtype(weight);
+  TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0, "a weight must be [outputs, inputs]");
   const auto from = weight.contiguous();
   const int64_t outputs = from.size(0), inputs = from.size(1), together = from.scalar_type() == at::kBFloat16 ? 2 : 1;
   const int64_t blocks = (outputs + BLOCK - 1) / BLOCK, packs = (inputs + together - 1) / together;
@@ -86,32 +70,12 @@ at::Tensor pack(const at::Tensor& weight) {
 
 // rows [..., K] times a packed weight, and a bias [N] in fp32: [..., N].
 at::Tensor linear(const at::Tensor& rows, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
-  const int64_t inputs = rows.size(-1);
-  TORCH_CHECK(rows.scalar_type() == packed.scalar_type(), "rows and weight differ in dtype");
-  const int64_t together = packed.size(3), blocks = (outputs + BLOCK - 1) / BLOCK;
-  TORCH_CHECK(
-      packed.size(0) == blocks && packed.size(1) == (inputs + together - 1) / together, "rows and weight differ in size");
-  const auto flat = rows.reshape({-1, inputs}).contiguous();
+  TORCH_CHECK(rows.dim() > 0, "rows must be [..., inputs]");
   auto sizes = rows.sizes().vec();
   sizes.back() = outputs;
+  const Projection projection(packed, bias, outputs, rows.size(-1));
   auto out = at::empty(sizes, rows.options());
-  const float* added = bias ? bias->const_data_ptr<float>() : nullptr;
-  const auto run = [&](auto dtype) {
-    using Dtype = decltype(dtype);
-    using Element = typename Dtype::Element;
-    const Weight<Dtype> weight{static_cast<const Element*>(packed.const_data_ptr()), added, outputs, inputs};
-    const auto* from = static_cast<const Element*>(flat.const_data_ptr());
-    auto* to = static_cast<Element*>(out.data_ptr());
-    at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      const Tiles tiles;
-      for (int64_t block = begin; block < end; ++block)
-        multiply_block(from, flat.size(0), inputs, weight, block, [&](int64_t row, int v, Floats values) {
-          const int64_t first = block * BLOCK + v * LANES;
-          store_first<Dtype>(to + row * outputs + first, values, outputs - first);
-        });
-    });
-  };
-  rows.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  multiply(rows.reshape({-1, rows.size(-1)}).contiguous(), projection, out);
   return out;
 }
 
@@ -121,37 +85,53 @@ at::Tensor attention(
     const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const std::optional<at::Tensor>& mask,
     double scale) {
   const int64_t rows = query.size(2), columns = keys.size(2), head_size = query.size(3);
-  TORCH_CHECK(query.size(0) == 1 && keys.size(0) == 1, "one sequence at a time");
+  TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && (!mask || mask->dim() == 4), "query, keys, values and mask have four dimensions");
+  TORCH_CHECK(query.size(0) == 1 && keys.size(0) == 1 && keys.size(1) > 0 && columns > 0, "one sequence at a time, with keys");
   TORCH_CHECK(
       keys.size(3) == head_size && values.sizes() == keys.sizes() && query.size(1) % keys.size(1) == 0,
       "query, keys and values differ in size");
   TORCH_CHECK(
       keys.dtype() == query.dtype() && values.dtype() == query.dtype(), "query, keys and values differ in dtype");
-  TORCH_CHECK(
-      head_size % LANES == 0 && head_size / LANES <= MOST_PARTS, "head size must be a multiple of ", LANES, ", at most ",
-      MOST_PARTS * LANES);
+  check_head_size(head_size);
   TORCH_CHECK(query.stride(3) == 1 && keys.stride(3) == 1 && values.stride(3) == 1, "heads must be contiguous");
   TORCH_CHECK(
       !mask || (mask->size(2) == rows && mask->size(3) == columns && mask->stride(3) == 1 && mask->dtype() == query.dtype()),
       "mask must be [1, 1, rows, columns] in the query's dtype");
   std::vector<int32_t> seen(rows * columns);
-  std::vector<int64_t> counts(rows, 0);
+  std::vector<int64_t> counts(rows, columns);
   auto out = at::empty({1, rows, query.size(1), head_size}, query.options());
-  const auto run = [&](auto dtype) {
+  with_dtype(query, [&](auto dtype) {
     using Dtype = decltype(dtype);
+    using Element = typename Dtype::Element;
+    const auto at_of = [](const at::Tensor& tensor) { return static_cast<Element*>(tensor.data_ptr()); };
     for (int64_t row = 0; row < rows; ++row) {
-      if (mask) {
-        const auto* of = static_cast<const typename Dtype::Element*>(mask->const_data_ptr()) + row * mask->stride(2);
-        counts[row] = find_seen<Dtype>(of, columns, seen.data() + row * columns);
-      } else {
-        for (int64_t column = 0; column < columns; ++column) seen[row * columns + column] = static_cast<int32_t>(column);
-        counts[row] = columns;
-      }
+      int32_t* to = seen.data() + row * columns;
+      if (mask)
+        counts[row] = find_seen<Dtype>(at_of(*mask) + row * mask->stride(2), columns, to);
+      else
+        std::iota(to, to + columns, 0);
       TORCH_CHECK(counts[row] > 0, "a row sees nothing");
     }
-    attend_all<Dtype>(query, keys, values, seen, counts, scale, out);
-  };
-  query.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+    const Attention<Dtype> attention{
+        .query = {at_of(query), query.stride(1), query.stride(2)},
+        .keys = {at_of(keys), keys.stride(1), keys.stride(2)},
+        .values = {at_of(values), values.stride(1), values.stride(2)},
+        .out = {at_of(out), head_size, query.size(1) * head_size},
+        .rows = rows,
+        .heads = query.size(1),
+        .kv_heads = keys.size(1),
+        .head_size = head_size,
+        .columns = columns,
+        .seen = seen.data(),
+        .counts = counts.data(),
+        .scale = static_cast<float>(scale)};
+    const auto common = attention.count_common();
+    at::parallel_for(0, attention.readers(), 1, [&](int64_t begin, int64_t end) {
+      const Tiles tiles;
+      typename Attention<Dtype>::Scratch scratch(attention);
+      attention.run(begin, end, common.data(), scratch);
+    });
+  });
   return out;
 }
 
@@ -159,9 +139,9 @@ at::Tensor attention(
 at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bool rounds_twice) {
   const auto from = rows.contiguous();
   const int64_t size = from.size(-1), count = from.numel() / std::max<int64_t>(size, 1);
-  TORCH_CHECK(weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous(), "rows and norm differ");
+  TORCH_CHECK(size > 0 && weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous(), "rows and norm differ");
   auto out = at::empty(rows.sizes(), rows.options());
-  const auto run = [&](auto dtype) {
+  with_dtype(rows, [&](auto dtype) {
     using Dtype = decltype(dtype);
     using Element = typename Dtype::Element;
     for (int64_t row = 0; row < count; ++row)
@@ -169,8 +149,7 @@ at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bo
           static_cast<const Element*>(from.const_data_ptr()) + row * size,
           static_cast<const Element*>(weight.const_data_ptr()), size, static_cast<float>(eps),
           static_cast<Element*>(out.data_ptr()) + row * size, rounds_twice);
-  };
-  rows.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  });
   return out;
 }
 
@@ -181,7 +160,7 @@ constexpr int64_t FEW_LOGITS = 1 << 16;  // one thread has read them before anot
 at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
   TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1, "logits must be [R, V] in fp32");
   const int64_t rows = logits.size(0), columns = logits.size(1);
-  TORCH_CHECK(count > 0 && count <= columns, "there are not as many columns");
+  TORCH_CHECK(rows > 0 && count > 0 && count <= columns, "there are not as many rows or columns");
   auto out = at::empty({2, rows, count}, logits.options().dtype(at::kDouble));
   auto* to = out.mutable_data_ptr<double>();
   at::parallel_for(0, rows, FEW_LOGITS / columns + 1, [&](int64_t begin, int64_t end) {
@@ -255,8 +234,9 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>> best
 void keep_rows(at::Tensor held, int64_t start, at::IntArrayRef rows) {
   const int64_t columns = held.size(-2), bytes = held.size(-1) * held.element_size();
   TORCH_CHECK(held.is_contiguous(), "the cache must be contiguous");
+  TORCH_CHECK(start >= 0 && start <= columns, "there is no such row");
   int64_t place = 0;
-  for (const int64_t row : rows) TORCH_CHECK(row >= place++ && start >= 0 && start + row < columns, "there is no such row");
+  for (const int64_t row : rows) TORCH_CHECK(row >= place++ && row < columns - start, "there is no such row");
   auto* of = static_cast<char*>(held.data_ptr()) + start * bytes;
   for (int64_t part = held.numel() / std::max<int64_t>(columns * held.size(-1), 1); part > 0; --part, of += columns * bytes)
     for (size_t i = 0; i < rows.size(); ++i)
@@ -271,7 +251,7 @@ at::Tensor largest(const at::Tensor& logits) {
   const int64_t rows = logits.size(0), columns = logits.size(1), whole = columns / LANES * LANES;
   auto out = at::empty({rows}, logits.options().dtype(at::kLong));
   auto* to = out.mutable_data_ptr<int64_t>();
-  const auto run = [&](auto dtype) {
+  with_dtype(logits, [&](auto dtype) {
     using Dtype = decltype(dtype);
     at::parallel_for(0, rows, FEW_LOGITS / columns + 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -290,8 +270,7 @@ at::Tensor largest(const at::Tensor& logits) {
         to[row] = place;
       }
     });
-  };
-  logits.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  });
   return out;
 }
 
@@ -299,7 +278,8 @@ at::Tensor largest(const at::Tensor& logits) {
 // softmax less one-hot, takes the logits' place.
 void cross_entropy(at::Tensor logits, const at::Tensor& labels, at::Tensor losses, at::Tensor is_largest) {
   TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kBFloat16 && logits.stride(1) == 1, "logits must be [R, V] in bf16");
-  TORCH_CHECK(labels.is_contiguous() && losses.is_contiguous() && is_largest.is_contiguous(), "rows must be contiguous");
+  for (const at::Tensor& each : {labels, losses, is_largest})
+    TORCH_CHECK(each.is_contiguous() && each.numel() == logits.size(0), "labels and results must be [R], and contiguous");
   const int64_t rows = logits.size(0), columns = logits.size(1), whole = columns / LANES * LANES;
   const auto* label_of = labels.const_data_ptr<int64_t>();
   auto* loss_of = losses.mutable_data_ptr<float>();

@@ -162,8 +162,7 @@ class CpuLayers:
             inputs, read = self._first_input(inputs)
         taps = [self.num_layers, -1]  # as in `FeatureTap`
         states, logits = self.native.forward(
-            inputs.contiguous(), *rotary, keys, values, start, None, mask, parents, read, taps, first_kept, with_logits,
-            True,
+            inputs.contiguous(), *rotary, keys, values, start, mask, parents, read, taps, first_kept, with_logits,
         )  # fmt: skip
         return *states.chunk(2, dim=-1), logits
 

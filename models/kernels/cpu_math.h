@@ -431,16 +431,23 @@ inline void transpose(Words (&of)[LANES]) {
   }
 }
 
+// Rows of heads [heads, rows, D]; a row's elements lie together.
+template <class Element>
+struct Heads {
+  Element* of;
+  int64_t head_stride, row_stride;
+
+  Element* at(int64_t head, int64_t row = 0) const { return of + head * head_stride + row * row_stride; }
+};
+
 // Attention of rows. A reader is a row's head; readers [G, R, H / G] of a key-value head read keys and values together
 // where their rows see the same columns.
 template <class Dtype>
 struct Attention {
   using Element = typename Dtype::Element;
 
-  const Element *query, *keys, *values;
-  Element* out;
+  Heads<Element> query, keys, values, out;
   int64_t rows, heads, kv_heads, head_size, columns;
-  int64_t query_row, query_head, out_row, key_head, value_head, key_stride, value_stride;
   const int32_t* seen;    // [R, S] the columns that a row sees, in their order
   const int64_t* counts;  // [R] how many these are
   float scale;
@@ -504,7 +511,7 @@ struct Attention {
   template <int PARTS>
   void attend(int64_t number, int64_t first, int64_t last, int64_t together, Scratch& scratch) const {
     const int64_t shared = heads / kv_heads, count = last - first;
-    const Element *key = keys + number * key_head, *value = values + number * value_head;
+    const Element *key = keys.at(number), *value = values.at(number);
     float *scores = scratch.scores.data(), *sums = scratch.sums.data(), totals[MOST_READERS];
     Element* queries = scratch.queries.data();
     // What `run` does for the columns that all rows see, and then for each row's others.
@@ -519,7 +526,7 @@ struct Attention {
     const auto at = [&](int64_t reader) { return std::pair((first + reader) / shared, number * shared + (first + reader) % shared); };
     for (int64_t reader = 0; reader < count; ++reader) {
       const auto [row, head] = at(reader);
-      const Element* of = query + row * query_row + head * query_head;
+      const Element* of = query.at(head, row);
       std::copy(of, of + head_size, queries + reader * head_size);
     }
     for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
@@ -550,7 +557,7 @@ struct Attention {
     });
     for (int64_t reader = 0; reader < count; ++reader) {
       const auto [row, head] = at(reader);
-      Element* to = out + row * out_row + head * head_size;
+      Element* to = out.at(head, row);
       for (int p = 0; p < PARTS; ++p)
         Dtype::store(to + p * LANES, Float32::load(sums + (reader * PARTS + p) * LANES) / totals[reader]);
     }
@@ -571,7 +578,7 @@ struct Attention {
         pack_keys<LANES / Dtype::PACK>(key, of + n, width, end - n, key_block);
       for (int64_t i = 0; i < width; ++i)
         for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
-          __builtin_prefetch(value + of[n + i] * value_stride + line, 0, SECOND_LEVEL);
+          __builtin_prefetch(value + of[n + i] * values.row_stride + line, 0, SECOND_LEVEL);
       for (int64_t reader = from, some; reader < to; reader += some) {
         some = std::min(most_rows<Dtype>(head_size), to - reader);
         for (int64_t k = 0; k < head_size; k += SUMMED) {
@@ -599,14 +606,14 @@ struct Attention {
     const int64_t words_of_key = head_size / PACK;
     for (int64_t i = BLOCK; i < std::min(2 * BLOCK, coming); ++i)
       for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
-        __builtin_prefetch(key + of[i] * key_stride + line, 0, SECOND_LEVEL);
+        __builtin_prefetch(key + of[i] * keys.row_stride + line, 0, SECOND_LEVEL);
     for (int64_t v = 0; v * LANES < count; ++v)
       for (int64_t word = 0; word < words_of_key; word += TAKEN) {
         const int64_t start = std::min(word, words_of_key - TAKEN);
         Words words[LANES] = {};
 #pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i)
-          std::memcpy(&words[i], key + of[std::min(v * LANES + i, count - 1)] * key_stride + start * PACK, 4 * TAKEN);
+          std::memcpy(&words[i], key + of[std::min(v * LANES + i, count - 1)] * keys.row_stride + start * PACK, 4 * TAKEN);
         transpose(words);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < TAKEN; ++i) std::memcpy(to + ((start + i) * BLOCK + v * LANES) * PACK, &words[i], 4 * LANES);
@@ -622,7 +629,7 @@ struct Attention {
 #pragma GCC unroll 16
       for (int p = 0; p < WIDTH; ++p) sums[reader][p] = Float32::load(to + reader * head_size + p * LANES);
     for (; n < end; n += Dtype::COLUMNS) {
-      const Element *first = value + of[n] * value_stride, *second = value + of[std::min(n + 1, end - 1)] * value_stride;
+      const Element *first = value + of[n] * values.row_stride, *second = value + of[std::min(n + 1, end - 1)] * values.row_stride;
       typename Dtype::Values parts[WIDTH];
 #pragma GCC unroll 16
       for (int p = 0; p < WIDTH; ++p) parts[p] = Dtype::values(first + p * LANES, second + p * LANES);
@@ -646,8 +653,8 @@ struct Attention {
       for (int64_t first = 0; first < head_size; first += BLOCK) {
         auto* packed = scratch.value_block.data();
         for (int64_t i = 0; i < count; i += 2) {
-          const Element *one = value + of[n + i] * value_stride + first;
-          const Element *two = value + of[n + std::min(i + 1, count - 1)] * value_stride + first;
+          const Element *one = value + of[n + i] * values.row_stride + first;
+          const Element *two = value + of[n + std::min(i + 1, count - 1)] * values.row_stride + first;
           for (int64_t v = 0; v < VECTORS; ++v, packed += 2 * LANES) {
             const auto both = Dtype::values(one + v * LANES, two + v * LANES);
             std::memcpy(packed, &both, sizeof both);

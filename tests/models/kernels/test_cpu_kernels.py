@@ -1,6 +1,8 @@
 """CPU products and attention: against fp64, bitwise independent of a token's place, in models."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,19 +162,51 @@ def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
         assert KERNEL.attention(query, keys, values, None, 1.0).isnan().all()
 
 
-@KERNELS
-def test_attention_refuses_unsupported_inputs() -> None:
+def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
+    """Return calls of operations with inputs that they do not read, and parts of the messages."""
     query, keys, values, mask = random_attention_inputs(4, 2, 64, 3, 10, torch.float32)
-    mask[:, :, 1] = -1
-    for arguments, sentence in (
-        ((query, keys, values, mask), "a row sees nothing"),
-        ((query, keys, values, mask[..., :9]), "mask must be"),
-        ((query, keys, values.bfloat16(), None), "differ in dtype"),
-        ((query, keys, values[..., :32], None), "differ in size"),
-        ((query.expand(2, -1, -1, -1), keys, values, None), "one sequence"),
-    ):
-        with pytest.raises(RuntimeError, match=sentence):
-            KERNEL.attention(*arguments, 1.0)
+    closed = mask.index_fill(2, torch.tensor([1]), -1)
+    rows, packed, bias = torch.zeros(3, 8), KERNEL.pack(torch.zeros(5, 8)), torch.zeros(5)
+    half = packed.view(1, 4, packed.shape[2], 2)
+    return [
+        (lambda: KERNEL.attention(query, keys, values, closed, 1.0), "a row sees nothing"),
+        (lambda: KERNEL.attention(query, keys, values, mask[..., :9], 1.0), "mask must be"),
+        (lambda: KERNEL.attention(query, keys, values.bfloat16(), None, 1.0), "differ in dtype"),
+        (lambda: KERNEL.attention(query, keys, values[..., :32], None, 1.0), "differ in size"),
+        (lambda: KERNEL.attention(query.expand(2, -1, -1, -1), keys, values, None, 1.0), "one sequence"),
+        (lambda: KERNEL.attention(query, keys[:, :0], values[:, :0], None, 1.0), "with keys"),
+        (lambda: KERNEL.attention(query.half(), keys.half(), values.half(), None, 1.0), "only fp32 and bf16"),
+        (lambda: KERNEL.pack(torch.zeros(5, 8).half()), "only fp32 and bf16"),
+        (lambda: KERNEL.linear(rows.half(), packed.half(), 5, None), "only fp32 and bf16"),
+        (lambda: KERNEL.linear(rows, half, 5, None), "a packed weight has another size"),
+        (lambda: KERNEL.linear(rows[:, :7], packed, 5, None), "a packed weight has another size"),
+        (lambda: KERNEL.linear(rows.bfloat16(), packed, 5, None), "a packed weight has another|differ in dtype"),
+        (lambda: KERNEL.linear(rows, packed, 5, bias.double()), "a bias must be"),
+        (lambda: KERNEL.linear(rows, packed, 5, bias[:4]), "a bias must be"),
+        (lambda: KERNEL.norm(rows.double(), torch.ones(8).double(), 1e-6, False), "only fp32 and bf16"),
+        (lambda: KERNEL.norm(rows, torch.ones(16)[::2], 1e-6, False), "rows and norm differ"),
+        (lambda: KERNEL.largest(rows.double()), "only fp32 and bf16"),
+        (lambda: KERNEL.best_first(torch.zeros(0, 9), 2, 3), "not as many rows"),
+        (lambda: KERNEL.most_likely(rows, 9), "not as many rows or columns"),
+        (lambda: KERNEL.keep_rows(torch.zeros(2, 4, 8), 2**63 - 1, [0]), "no such row"),
+        (lambda: KERNEL.keep_rows(torch.zeros(2, 4, 8), 1, [2**63 - 1]), "no such row"),
+    ]
+
+
+@KERNELS
+@pytest.mark.parametrize("number", range(21))
+def test_wrong_inputs_are_refused(number: int) -> None:
+    calls = wrong_calls()
+    assert len(calls) == 21
+    call, sentence = calls[number]
+    with pytest.raises(RuntimeError, match=sentence):
+        call()
+
+
+@KERNELS
+def test_strided_bias_is_read_as_it_is() -> None:
+    bias = torch.arange(10.0)[::2]
+    assert torch.equal(KERNEL.linear(torch.zeros(1, 8), KERNEL.pack(torch.zeros(5, 8)), 5, bias)[0], bias)
 
 
 @KERNELS
