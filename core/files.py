@@ -88,8 +88,8 @@ def append_whole(file: Path, lines: bytes) -> None:
 def written_whole(folder: Path) -> Iterator[Path]:
     """Yield a new folder that takes the place of `folder` when it is complete; after an error the old one remains.
 
-    Both are in a folder beside it, of a name of its own, which is locked while this process works in it. What a killed
-    process has left there is deleted by the next call, and an old folder without a new one returns to its place.
+    Both are in a temporary folder next to it, which is locked while this process works in it. What a killed process has
+    left there is deleted by the next call, and an old folder without a new one returns to its place.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):

@@ -6,7 +6,7 @@
 A line counts only if it ends with a newline; if `shards/` has several lines of a conversation, the first one counts. So
 a process that is killed at any moment, SIGKILL included, loses at most the answers that it had not committed.
 
-Several processes may write to one folder, also on several hosts: each to files of its own, about conversations that no
+Several processes may write to one folder, also on several hosts: each to separate files, about conversations that no
 other one answers (`distill`).
 """
 
