@@ -353,7 +353,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
     wrong = []
     if "num_attention_heads" in read.config:
         differences = config_differences(read.config, config.layers_of, exactly=True)
-        wrong = [f"config: {sentence}" for sentence in differences]
+        wrong = [f"config: {sentence}" for sentence in differences.values()]
     if not wrong:
         back, state = exporter.read(read, config.target_config), drafter.state_dict()
         if back.can_own_head and config.draft_vocab_size == config.target_config["vocab_size"]:

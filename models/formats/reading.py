@@ -232,25 +232,27 @@ def window_of(keys: Keys) -> int | None:
     return keys.whole("swa_window_size" if keys.get("swa_window_size") else "sliding_window", 1)
 
 
-def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> list[str]:
-    """List the keys in which the layers of a config, as transformers reads it, differ from our layers.
+def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> dict[str, str]:
+    """Describe the keys in which the layers of a config, as transformers reads it, differ from our layers.
 
     Args:
         layer_config: The config that our layers are built from.
         exactly: Also compare keys that do not affect the output: the number of positions, the initial range.
     """
-    ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(Keys(config))
-    differences = []
-    for key in LAYER_KEYS:
-        expected, value = getattr(ours, key, None), getattr(theirs, key, None)
-        if key == "head_dim":
-            expected = expected or ours.hidden_size // ours.num_attention_heads
-            value = value or theirs.hidden_size // theirs.num_attention_heads
-        if key == "rope_parameters":
-            expected, value = _known(expected), _known(value)
-        if value != expected and (exactly or key not in HARMLESS_KEYS):
-            differences.append(f"{key} is {value} where the target's layers have {expected}")
-    return differences
+    ours, theirs = _layer_values(layers_config(layer_config, 1)), _layer_values(_as_transformers_reads(Keys(config)))
+    return {
+        key: f"{key} is {theirs[key]} where the target's layers have {ours[key]}"
+        for key in LAYER_KEYS
+        if theirs[key] != ours[key] and (exactly or key not in HARMLESS_KEYS)
+    }
+
+
+def _layer_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what decides on the layers of transformers' config, with the default of `head_dim`."""
+    values = {key: getattr(config, key, None) for key in LAYER_KEYS}
+    values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    rope = values["rope_parameters"] or {}
+    return {**values, "rope_parameters": {key: value for key, value in rope.items() if value is not None}}
 
 
 def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
@@ -276,12 +278,9 @@ def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
         float(config.rope_parameters["rope_theta"])
         return config
     except Exception as error:  # of any type: transformers checks each key in its own way
-        text = f"lacks {error}" if isinstance(error, KeyError) else reason(error)
-        raise UserError(f"config.json: the keys of its layers are not what transformers reads ({text})") from None
-
-
-def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (rope or {}).items() if value is not None}
+        raise UserError(
+            f"config.json: the keys of its layers are not what transformers reads ({reason(error)})"
+        ) from None
 
 
 def has_biases(layer_config: Mapping[str, Any]) -> bool:
@@ -294,19 +293,6 @@ def without_zero_biases(state: dict[str, Tensor], layer_config: Mapping[str, Any
     if layer_config["model_type"] != "qwen2":
         return state
     return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
-
-
-def _own_rope(keys: Keys, layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the option `rope` if a foreign config has another RoPE than our layers, and the assumptions made."""
-    ours = _known(layers_config(layer_config, 1).rope_parameters)
-    theirs = _known(_as_transformers_reads(keys).rope_parameters)
-    if theirs == ours:
-        return {}, ()
-    theta = f"{theirs['rope_theta']:,.0f}"
-    if keys.get("rope_theta") is None and not keys.get("rope_parameters"):
-        return {"rope": theirs}, (f"its config names no rope_theta: {theta} was taken, as its readers do",)
-    sentence = f"its layers have another RoPE ({theta}) than the target's ({ours.get('rope_theta', 0):,.0f})"
-    return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
 
 
 def read_layers(
@@ -325,7 +311,7 @@ def read_layers(
         UserError: Its layers do not have the target's shape, or it has another vocabulary.
     """
     keys = checkpoint.keys
-    model_type, fits, differences = keys.get("model_type"), None, list[str]()
+    model_type, fits, differences = keys.get("model_type"), list[tuple[str, bool]](), list[str]()
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
     for kind in kinds:
         layer_config = of_kind(kind, target_config)
@@ -333,22 +319,32 @@ def read_layers(
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
-        rope, assumed = _own_rope(keys, layer_config)
         wrong = config_differences(keys, layer_config, exactly=False)
+        has_other_rope = "rope_parameters" in wrong
         if with_own_rope and own in (model_type, *LLAMA_LIKE):
-            wrong = [each for each in wrong if not each.startswith("rope_parameters")]
+            wrong.pop("rope_parameters", None)
         if biased != has_biases(layer_config):
-            wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
+            wrong[""] = f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise"
         if keys.get("vocab_size") != target_config["vocab_size"]:
-            wrong.append(f"vocab_size is {keys.get('vocab_size')} where the target has {target_config['vocab_size']}")
-        if not wrong and not rope:
-            return kind, {}, ()
-        fits = fits or (None if wrong else (kind, rope, assumed))
-        differences += wrong
-    if fits is not None:
-        return fits
-    first = differences[0] if differences else f"layers are {model_type}'s"
-    raise UserError(
-        f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "
-        "this target and has them"
+            wrong[""] = f"vocab_size is {keys.get('vocab_size')} where the target has {target_config['vocab_size']}"
+        fits += [] if wrong else [(kind, has_other_rope)]
+        differences += wrong.values()
+    if not fits:
+        first = differences[0] if differences else f"layers are {model_type}'s"
+        raise UserError(
+            f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made "
+            "for this target and has them"
+        )
+    kind, has_other_rope = min(fits, key=lambda fit: fit[1])
+    if not has_other_rope:
+        return kind, {}, ()
+    theirs, ours = (
+        _layer_values(config)["rope_parameters"]
+        for config in (_as_transformers_reads(keys), layers_config(of_kind(kind, target_config), 1))
     )
+    if keys.get("rope_theta") is None and not keys.get("rope_parameters"):
+        sentence = f"its config names no rope_theta: {theirs['rope_theta']:,.0f} was taken, as its readers do"
+        return kind, {"rope": theirs}, (sentence,)
+    words = [f"{rope.get('rope_type', 'default')}, {rope.get('rope_theta', 0):,.0f}" for rope in (theirs, ours)]
+    sentence = f"its layers have another RoPE ({words[0]}) than the target's ({words[1]})"
+    return kind, {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)

@@ -53,15 +53,6 @@ def test_drafted_tree_equals_a_recomputation_without_cache() -> None:
         torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_features_are_their_own_teacher() -> None:
-    """Also where the loss through the head has none: the regression reads them."""
-    target = tiny_target()
-    drafter = tiny_drafter_of("eagle", target, loss="ce")
-    batch = random_batch(target, drafter=drafter)
-    inputs = batch["input_ids"], batch["features"], batch["loss_mask"]
-    assert drafter(*inputs).loss == drafter(*inputs, teacher_features=batch["features"]).loss
-
-
 def test_noise_is_added_to_features_in_training_only() -> None:
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target, feature_noise=0.2)

@@ -1,12 +1,13 @@
-"""Hydra against plain loops over groups and heads, and prefix attention against transformers' own model."""
+"""Hydra's prefix attention against transformers' own model, and its trees against their paths.
+
+The heads are compared with the paper's, head by head, in `formats/test_import.py`.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
@@ -20,44 +21,6 @@ def hydra(target: PreTrainedModel, **options: Any) -> HydraDrafter:
     drafter = tiny_drafter_of("hydra", target, **{"num_heads": HEADS, **options})
     assert isinstance(drafter, HydraDrafter)
     return drafter
-
-
-def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, tokens: list[int]) -> Tensor:
-    """Return the logits [V] of the head that reads these tokens, computed from the saved tensors."""
-    weights, j = drafter.state_dict(), len(tokens) - 1
-    hidden = state
-    for token in tokens:
-        embedding = target.get_input_embeddings().weight[token]
-        if drafter.config.embedding_norm:
-            rms = (embedding.pow(2).mean() + 1e-6).sqrt()
-            embedding = embedding / rms * weights["embedding_norm.weight"]
-        hidden = torch.cat([hidden, embedding])
-    for block in range(drafter.config.num_layers):
-        name = f"heads.{j}.{block}."
-        inner = weights[name + "linear.weight"] @ hidden + weights[name + "linear.bias"]
-        if block == 0:
-            hidden = weights[name + "residual.weight"] @ hidden + weights[name + "residual.bias"]
-        hidden = hidden + F.silu(inner)
-    own = f"lm_heads.{j}.weight"
-    return (weights[own] if own in weights else target.get_output_embeddings().weight) @ hidden
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [("llama", {}), ("gpt2", {"num_layers": 3, "lm_heads": "shared"}), ("llama", {"embedding_norm": False})],
-)
-def test_heads_equal_the_papers(architecture: str, options: dict[str, Any]) -> None:
-    target = tiny_target(architecture).double()
-    drafter = hydra(target, **options)
-    batch = random_batch(target, 1)
-    ids, features = batch["input_ids"][0], batch["features"][0]
-    with torch.no_grad():
-        logits = drafter.group_logits(batch["input_ids"], batch["features"])[0]
-        for j in range(HEADS):
-            for t in range(LENGTH - j):
-                state = features[t - 1] if t else torch.zeros(HIDDEN, dtype=torch.float64)
-                expected = head_by_hand(drafter, target, state, ids[t : t + j + 1].tolist())
-                torch.testing.assert_close(logits[j, t], expected, atol=1e-10, rtol=1e-10)
 
 
 def test_prefix_attention_for_a_target_without_suitable_layers() -> None:
