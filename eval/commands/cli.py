@@ -18,6 +18,7 @@ import yaml
 from draftsmith.errors import UserError, masked, read_api_key
 from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
+    launch_training,
     make_drafter,
     measured_result,
     run_distill,
@@ -92,7 +93,17 @@ def distill(
 ) -> None:
     """Generate every assistant turn of the conversations with the target."""
     loaded = load_recipe(recipe, overrides)
-    tell(run_distill(loaded, retry_failed))
+    made = run_distill(loaded, retry_failed)
+    tell(made)
+    conversations = made["conversations"]
+    kept = conversations["kept"] + conversations["already_done"]
+    lost = sum(conversations["failed"].values()) + sum(conversations["failed_before"].values())
+    if lost > kept:
+        console.print(
+            f"Only {kept} of {kept + lost} conversations are left; correct the reasons above before training",
+            style="bold",
+        )
+        return
     _print_next_command("train", recipe, overrides)
 
 
@@ -112,13 +123,22 @@ def features(
 
 
 @app.command(rich_help_panel=TRAIN, short_help="Train the drafter")
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Train the drafter in one process.
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes, one GPU each: `accelerate launch` with DDP.")
+    ] = 1,
+) -> None:
+    """Train the drafter.
 
-    On several GPUs: accelerate launch -m draftsmith.train.train_parallel RECIPE.
+    FSDP2, ZeRO and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
     """
     loaded = load_recipe(recipe, overrides)
-    tell(run_train(loaded))
+    if processes > 1:
+        tell(launch_training(loaded, str(recipe), overrides or [], processes))
+    else:
+        tell(run_train(loaded))
     _print_next_command("eval", recipe, overrides)
 
 
@@ -259,6 +279,28 @@ def recipes(
     for name, summary in listed.items():
         console.print(f"{name.ljust(width)}  {summary}", markup=False)
     console.print(f"\nThey are in {os.path.relpath(shipped_folder())}: copy one, or begin yours with `extends: NAME`.")
+
+
+@app.command(rich_help_panel=START, short_help="Write a recipe for your target")
+def init(
+    target: Annotated[str, typer.Option(help="Your model: a Hub id, or a folder.")],
+    data: Annotated[str, typer.Option(help="Your prompts: a file, a Hub dataset, or a folder of a distilled set.")],
+    engine: Annotated[
+        Literal["vllm", "sglang", "llamacpp", "draftsmith"], typer.Option("--for", help="Engine that will serve it.")
+    ] = "vllm",
+    name: Annotated[str | None, typer.Option(help="Name of the run; default: the target's and the kind's.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File to write; default: NAME.yaml.")] = None,
+) -> None:
+    """Write a recipe that trains a drafter for your target, with every key that matters and its description."""
+    from draftsmith.eval.commands.init import THINKING, write_recipe
+
+    written = write_recipe(target, data, engine, name, file)
+    recipe = load_recipe(written)
+    if THINKING in recipe.target.chat_template_kwargs:
+        console.print(f"Note: the chat template reads {THINKING}: set it in {written} as it will be set for serving.")
+    tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
+    console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
+    _print_next_command("plan", written, None)
 
 
 @app.command(rich_help_panel=START, short_help="Chat in the terminal, drafter on or off")

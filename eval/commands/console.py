@@ -4,6 +4,7 @@
 moves them in front of the name, so that no command has to define them.
 """
 
+import io
 import json
 import os
 import re
@@ -159,7 +160,13 @@ class WithTerminalOptions(TyperGroup):
                 formatter.write_dl(rows)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run the command line; help and usage errors get frames of box characters on a terminal only."""
+        """Run the command line; help and usage errors get frames of box characters on a terminal only.
+
+        Characters that the output's encoding lacks, as ASCII or Latin-1, are written as escapes.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             for each in (self, *self.commands.values()):
                 each.rich_markup_mode = None  # type: ignore[attr-defined]

@@ -6,18 +6,21 @@ Each imports its modules when it runs, so that `--help` and a mistyped recipe re
 """
 
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import typer
 from rich.prompt import Confirm
 
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console, heading
 from draftsmith.files import check_writable, read_json
 from draftsmith.progress import is_quiet
-from draftsmith.recipes.loading import first_stage
+from draftsmith.recipes.loading import first_stage, shipped_folder
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 
@@ -120,6 +123,34 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
     report = train_drafter(recipe)
     console.print(report.sentence(), markup=False)
     return report.as_json()
+
+
+def launch_training(recipe: Recipe, file: str, overrides: Sequence[str], processes: int) -> dict[str, Any]:
+    """Train in several processes of this machine, by `accelerate launch` with DDP; return the training's figures.
+
+    Args:
+        file: File or name of the recipe.
+
+    Raises:
+        typer.Exit: Training failed, which it has reported.
+    """
+    from accelerate.commands import launch
+    from torch import cuda
+
+    from draftsmith.train.drafter.report import TrainReport
+
+    config = shipped_folder() / "accelerate" / ("multi_gpu.yaml" if cuda.is_available() else "cpu_x2.yaml")
+    command = [sys.executable, "-m", launch.__name__, "--config_file", str(config), "--num_processes", str(processes)]
+    with subprocess.Popen([*command, "-m", "draftsmith.train.train_parallel", file, *overrides]) as process:
+        try:
+            code = process.wait()
+        except BaseException:  # Ctrl-C and SIGTERM: the step is finished and saved
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    if code != 0:
+        raise typer.Exit(code)
+    return TrainReport.read(RunFolder(recipe).drafter, was_finished=False).as_json()
 
 
 def make_drafter(recipe: Recipe) -> dict[str, Any]:

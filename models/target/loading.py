@@ -47,12 +47,20 @@ NO_CONFIG = "Unrecognized model"  # of transformers, for a repository without co
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
 
-def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(recipe: TargetRecipe | str, **values: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the target in eval mode with frozen weights, on its device, and its tokenizer.
+
+    Args:
+        recipe: The section `target` of a recipe, or a Hub id or folder.
+        values: Further keys of that section for a Hub id or folder, as `dtype="bfloat16"` or `dtype=torch.bfloat16`.
 
     Raises:
         UserError: The model cannot be found or read, is not decoder-only, or its tokenizer has no chat template.
+        pydantic.ValidationError: A key or value is wrong.
     """
+    if isinstance(recipe, str):
+        named = {key: str(value).removeprefix("torch.") if key == "dtype" else value for key, value in values.items()}
+        recipe = TargetRecipe(model=recipe, **named)
     location, where = target_location(recipe), _where(recipe)
     config = load_target_config(recipe)
     load_generation_config(recipe)

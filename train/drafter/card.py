@@ -131,21 +131,24 @@ def front_matter(
 
 
 def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
-    """Yield tau and speedup of each row, as the Hub's `model-index` has them."""
+    """Yield tau and speedup of each row for the Hub's `model-index`: the means over tasks, if there are several."""
     for row in figures["rows"]:
+        shown, which_mean = (row["over_tasks"], ", mean of tasks") if row.get("over_tasks") else (row, "")
         which = f"{row['method']} at T = {row['temperature']:g}"
         which += "" if row.get("lossless", True) else " (not lossless)"
         for kind, name, value in (
-            ("acceptance_length", "tau", row["tau"]),
-            ("speedup", "speedup", row["speedup_mean"]),
+            ("acceptance_length", "tau", shown["tau"]),
+            ("speedup", "speedup", shown["speedup_mean"]),
         ):
+            if value is None:  # of a task whose answers have one token
+                continue
             yield EvalResult(
                 task_type="text-generation",
                 task_name="speculative decoding",
                 dataset_type=figures["dataset"],
                 dataset_name=figures["questions"].replace("`", ""),
                 metric_type=kind,
-                metric_name=f"{name}, {which}",
+                metric_name=f"{name}, {which}{which_mean}",
                 metric_value=round(value, 3),
             )
 

@@ -14,11 +14,12 @@ from support.places import ROOT
 from typer.testing import CliRunner
 
 from draftsmith.errors import INTERRUPTED
-from draftsmith.eval.commands import cli
+from draftsmith.eval.commands import cli, stages
+from draftsmith.models.base.registry import Training
 from draftsmith.recipes.removed import REMOVED
 
 RUNNER = CliRunner()
-NO_RECIPE = {"demo", "recipes"}  # the first is followed by a question, the other by nothing
+NO_RECIPE = {"demo", "init", "recipes"}
 COMMANDS = sorted({each.name or each.callback.__name__ for each in cli.app.registered_commands} - NO_RECIPE)
 
 
@@ -118,3 +119,24 @@ def test_help_and_a_mistyped_recipe_import_no_large_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_processes_are_launched(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` trains; a failure's exit code is the command's."""
+    launched: list[list[str]] = []
+
+    class Launched(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str]) -> None:
+            launched.append(command)
+            super().__init__([sys.executable, "-c", f"raise SystemExit({code})"])
+
+    monkeypatch.setattr(stages.subprocess, "Popen", Launched)
+    monkeypatch.setattr("draftsmith.train.drafter.report.read_training", lambda _: Training(steps=2, history=[]))
+    result = RUNNER.invoke(cli.app, ["train", "quickstart", "train.max_steps=2", "--processes", "2"])
+    assert (result.exit_code, "Next: " in result.stdout) == (code, code == 0)
+    (command,) = launched
+    number = command.index("--num_processes")
+    words = ["2", "-m", "draftsmith.train.train_parallel", "quickstart", "train.max_steps=2"]
+    assert command[number + 1 :] == words
+    assert command[number - 1].endswith(("accelerate/cpu_x2.yaml", "accelerate/multi_gpu.yaml"))

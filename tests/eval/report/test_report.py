@@ -140,10 +140,11 @@ def test_baseline_sentences() -> None:
     rows = [BASELINE[0] | {"share": 0.9, "read_bytes_per_s": 2.2e9}, BASELINE[0] | {"temperature": 1.0, "share": 1.1}]
     assert baseline_sentences(rows) == [
         "At T = 0 the baseline's step reads 2.0 of 2.2 GB/s (90 %).",
-        "At T = 1 the baseline's step reads 2.0 of 4.0 GB/s (110 %).",
+        "At T = 1 the baseline's step reads 2.0 of 4.0 GB/s (110 %). More than 100 %: a part of the weights is "
+        "still in the processor's cache at the next step.",
     ]
     edge = [{"temperature": 0.0, "step_bytes_per_s": 7e8, "read_bytes_per_s": 1e9, "share": 0.7}]
     assert baseline_sentences(edge) == ["The baseline's step reads 0.700 of 1.0 GB/s (70 %)."]
     assert SLOWNESS in baseline_sentences([edge[0] | {"share": 0.69}])[0]
-    assert "cache" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
+    assert "cache holds" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
     assert "The processor's cache holds the target" in baseline_sentences([edge[0] | {"share": 1.26}])[0]

@@ -1,0 +1,133 @@
+"""`draftsmith init`: write a recipe for one's own target, conversations and engine, with every key that matters.
+
+Values are those of the shipped recipe for that engine, each with its description, so that nothing is inherited unseen.
+"""
+
+import importlib.util
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.errors import UserError
+from draftsmith.files import write_atomically
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_tokenizer, template_variables
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import Recipe, TargetRecipe
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "draftsmith": "draftsmith's own server"}
+BASES = {"draftsmith": "llama3-8b-parallel"}  # shipped recipe by engine
+BASE_OF_ENGINES = "qwen3-8b-dflash2"
+THINKING = "enable_thinking"
+WIDTH = 110
+# Keys of the written recipe, by section.
+KEYS: dict[str, list[str]] = {
+    "target": ["model", "dtype", "chat_template_kwargs"],
+    "data.conversations": ["source", "limit", "skip_invalid", "decontaminate"],
+    "data.distill": ["engine", "options", "temperature", "max_new_tokens", "cut_answers"],
+    "data": ["max_length_tokens", "reasoning", "loops", "eval_rows_frac", "packing"],
+    "drafter": ["kind", "init"],
+    "eval": ["questions", "limit_per_task", "max_new_tokens", "runs", "temperatures"],
+}
+
+
+def write_recipe(target: str, data: str, engine: str, name: str | None, file: Path | None) -> Path:
+    """Write a recipe to `file`, by default `NAME.yaml`, and return the file.
+
+    Args:
+        target: Hub id or folder of the target.
+        data: Conversations, as in `data.conversations.source`.
+        engine: Key of `ENGINES`, which will serve the drafter.
+        name: Name of the run; by default the target's and the kind's.
+
+    Raises:
+        UserError: The file exists, or the tokenizer of a local target cannot be read.
+    """
+    base = load_recipe(BASES.get(engine, BASE_OF_ENGINES))
+    kind = base.drafter.kind
+    name = name or f"{Path(target).name.lower()}-{kind}"
+    file = file or Path(f"{name}.yaml")
+    if file.exists():
+        raise UserError(f"{file} exists: name another file with --file, or delete it")
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
+    values = base.model_dump()
+    values["name"] = name
+    values["target"] |= {"model": target, "dtype": "auto", "chat_template_kwargs": _thinking(target)}
+    values["data"]["conversations"] = {"source": data}
+    values["data"]["distill"] |= distill
+    values["drafter"]["options"] = _all_options(kind, base.drafter.options)
+    recipe = Recipe.model_validate(values)
+    write_atomically(file, _as_text(recipe, base, engine))
+    load_recipe(file)
+    return file
+
+
+def _thinking(target: str) -> dict[str, bool]:
+    """Return the template variable that turns thoughts off, if the target's chat template reads it.
+
+    A Hub id whose tokenizer cannot be read now, as without a network, counts as one without it.
+    """
+    try:
+        template = str(load_tokenizer(TargetRecipe(model=target)).get_chat_template())
+    except UserError:
+        if Path(target).is_dir():
+            raise
+        return {}
+    return {THINKING: False} if THINKING in template_variables(template) else {}
+
+
+def _all_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return all options of a kind, with the given values."""
+    fields = load_drafter_class(kind).config_class.Options.model_fields
+    return {key: options.get(key, field.get_default(call_default_factory=True)) for key, field in fields.items()}
+
+
+def _as_text(recipe: Recipe, base: Recipe, engine: str) -> str:
+    """Return the recipe as YAML, each key under its description."""
+    kind, target = recipe.drafter.kind, recipe.target.model
+    lines = [
+        f"# Written by `draftsmith init`: a {kind} drafter of {target} for {ENGINES[engine]}.",
+        "# `draftsmith plan FILE` and `draftsmith doctor FILE` come first.",
+        "",
+        f"name: {recipe.name}",
+    ]
+    options = load_drafter_class(recipe.drafter.kind).config_class.Options
+    written: set[str] = set()
+    for section, keys in KEYS.items():
+        parts = section.split(".")
+        for depth in range(len(parts)):
+            path = ".".join(parts[: depth + 1])
+            if path not in written:
+                lines += [""] * (depth == 0) + ["  " * depth + f"{parts[depth]}:"]
+                written.add(path)
+        model: Any = recipe
+        for part in parts:
+            model = getattr(model, part)
+        for key in keys:
+            lines += _entry(len(parts), key, model.model_dump()[key], type(model).model_fields[key].description)
+        if section == "drafter":
+            lines.append("  options:")
+            for key, value in recipe.drafter.options.items():
+                lines += _entry(2, key, value, options.model_fields[key].description)
+            lines += ["", "# Arguments of transformers.TrainingArguments, and global_batch_size.", "train:"]
+            for key, value in base.train.items():
+                lines += _entry(1, key, value, None)
+    methods = [method.model_dump(exclude_defaults=True) for method in base.eval.methods]
+    lines += ["  methods:", *(f"    - {_inline(method)}" for method in methods)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(depth: int, key: str, value: Any, description: str | None) -> list[str]:
+    """Return the lines of a key: its description as a comment, and its value."""
+    indent = "  " * depth
+    comment = textwrap.wrap(description or "", WIDTH - len(indent))
+    return [*(f"{indent}# {line}" for line in comment), f"{indent}{key}: {_inline(value)}"]
+
+
+def _inline(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
