@@ -2,9 +2,9 @@
 
 transformers' sandbox keeps them from files and the network, but lets them loop for ever, or double a string until
 memory is full. While a template runs, a second thread checks it, and raises in its thread if it exceeds a limit. That
-thread cannot run inside one operation of C. So the process's address space is limited meanwhile (`'a' * 3000000000`,
-`'a'.center(3000000000)` and `'%3000000000d' % 1` then fail at once), and the few operations that take more time than
-memory are limited by their operands: `BoundedEnvironment`.
+thread cannot run inside one operation of C. So the process's address space is limited meanwhile, in which
+`'a' * 3000000000`, `'a'.center(3000000000)` and `'%3000000000d' % 1` fail, and the few operations that take more time
+than memory are limited by their operands: `BoundedEnvironment`.
 """
 
 from __future__ import annotations
