@@ -24,8 +24,8 @@ from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_ro
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import aligned, write_numbers
-from draftsmith.models.fused_projections import fuse_projections
 from draftsmith.models.kernels.cpu_kernels import MOST_ROWS
+from draftsmith.models.kernels.fused_projections import fuse_projections
 
 
 @dataclass(frozen=True)

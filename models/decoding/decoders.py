@@ -24,8 +24,8 @@ from draftsmith.errors import UserError
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
-from draftsmith.models.fused_projections import fuse_projections
 from draftsmith.models.kernels.cpu_layers import MOST_CALL_ROWS, CpuLayers, has_static_rope
+from draftsmith.models.kernels.fused_projections import fuse_projections
 
 LONGEST_TREE_NODES = 256
 STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, are read without compilation

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.fused_projections import FusedProjection, fuse_projections
+from draftsmith.models.kernels.fused_projections import FusedAttention, FusedMLP, FusedModule, fuse_projections
 
 PROMPT = [5, 9, 33, 12, 40, 7]
 TREE = DraftTree([7, 3, 20, 21, 22, 23], TreeShape.of((-1, 0, 0, 1, 2, 2)))
@@ -42,8 +42,16 @@ def storage_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def projections(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FusedProjection)]
+def fused_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FusedModule)]
+
+
+def check_views(module: Any) -> None:
+    """Check that the layers' weights are views of the fused one."""
+    for part, view in zip(
+        [getattr(module, name) for name in module.fused], module._weight.split(module._sizes), strict=True
+    ):
+        assert (part.weight.data_ptr(), part.weight.dtype) == (view.data_ptr(), view.dtype)
 
 
 def test_layer_of_a_compiled_target_has_four_products() -> None:
@@ -62,10 +70,9 @@ def test_layer_of_a_compiled_target_has_four_products() -> None:
     # 7 before; the LM head's is one more. Nothing else leaves the graph than logits and features.
     assert products.graphs == [(4 * layers + 1, 2)]
     assert storage_bytes(target) == before
-    assert len(projections(target)) == 5 * layers
-    attention = target.base_model.layers[0].self_attn
-    memory = {part.weight.untyped_storage().data_ptr() for part in (attention.q_proj, attention.k_proj)}
-    assert memory == {attention.q_proj.fused.weight.untyped_storage().data_ptr()}
+    assert len(fused_modules(target)) == 2 * layers
+    for module in fused_modules(target):
+        check_views(module)
 
 
 # A layer's four, one of the features and the LM head; DFlash has one more, of its context's keys and values.
@@ -81,12 +88,15 @@ def test_compiled_draft_has_fewer_products(kind: str, products: int) -> None:
     assert [number for number, _ in counted.graphs] == [products]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_weights_are_saved_and_loaded_under_their_names(model_type: str, tmp_path: Path) -> None:
+def test_fused_target_is_the_same_function_with_the_same_names(model_type: str, tmp_path: Path) -> None:
     target = tiny_target(model_type)
-    wanted = {name: part.clone() for name, part in target.state_dict().items()}
+    ids, wanted = torch.tensor([PROMPT]), {name: part.clone() for name, part in target.state_dict().items()}
+    logits = target(input_ids=ids).logits
     fuse_projections(target)
-    assert len(projections(target)) == 5 * target.config.num_hidden_layers
+    assert len(fused_modules(target)) == 2 * target.config.num_hidden_layers
+    torch.testing.assert_close(target(input_ids=ids).logits, logits, atol=1e-6, rtol=1e-5)
     target.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for state in (target.state_dict(), loaded.state_dict()):
@@ -94,44 +104,28 @@ def test_weights_are_saved_and_loaded_under_their_names(model_type: str, tmp_pat
         assert all(torch.equal(state[name], part) for name, part in wanted.items())
 
 
-def test_trained_weights_are_those_of_the_next_compiled_forward() -> None:
-    target = tiny_target()
+def test_trained_weights_are_those_of_the_next_forward() -> None:
+    target, plain = tiny_target().double(), tiny_target().double()
     fuse_projections(target)
-    before = [part.fused.weight.clone() for part in projections(target)]
-    target.requires_grad_(True)
-    optimizer = torch.optim.AdamW(target.parameters(), lr=1e-2)
-    target(input_ids=torch.tensor([PROMPT]), use_cache=False).logits.square().sum().backward()
-    assert all(part.weight.grad is not None for part in projections(target))
-    optimizer.step()
-    for part, old in zip(projections(target), before, strict=True):
-        assert torch.equal(part.fused.weight.split(part.fused.sizes)[part.place], part.weight)
-        assert not torch.equal(part.fused.weight, old)
+    grads = []
+    for model in (target, plain):
+        model.requires_grad_(True)
+        model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits.square().sum().backward()
+        grads.append([part.grad for part in model.parameters()])
+    torch.testing.assert_close(*grads)
+    torch.optim.AdamW(target.parameters(), lr=1e-2).step()
+    for module in fused_modules(target):
+        check_views(module)
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda target: target.double()])
 def test_copied_and_cast_models_have_weights_of_their_own(change: Any) -> None:
     target = tiny_target()
     fuse_projections(target)
-    before = [part.fused for part in projections(target)]
-    other = change(target)
-    fuse_projections(other)
-    assert all(part.fused is not fused for part, fused in zip(projections(other), before, strict=True))
-    for part in projections(other):
-        assert part.fused.weight.dtype == part.weight.dtype
-        assert part.weight.untyped_storage().data_ptr() == part.fused.weight.untyped_storage().data_ptr()
-
-
-def test_layers_with_different_inputs_have_their_own_products() -> None:
-    attention: Any = tiny_target().base_model.layers[0].self_attn
-    layers, inputs = [attention.q_proj, attention.k_proj, attention.v_proj], torch.randn(2, 3, 32)
-    with torch.no_grad():
-        wanted = [layer(inputs[min(place, 1)]) for place, layer in enumerate(layers)]
-        fuse_projections(attention)
-        compiled = torch.compile(
-            lambda first, others: [layer(others if place else first) for place, layer in enumerate(layers)],
-            backend="eager", fullgraph=True,
-        )  # fmt: skip
-        torch.testing.assert_close(compiled(*inputs), wanted)
+    before = [module._weight for module in fused_modules(target)]
+    for module, old in zip(fused_modules(change(target)), before, strict=True):
+        check_views(module)
+        assert module._weight.data_ptr() != old.data_ptr()
 
 
 def test_other_layers_stay_as_they_are() -> None:
@@ -144,5 +138,5 @@ def test_other_layers_stay_as_they_are() -> None:
     for layer in target.base_model.layers:
         layer.self_attn.k_proj.__class__ = Adapter
     fuse_projections(target)
-    assert len(projections(target)) == 2 * len(target.base_model.layers)
-    assert all(part.out_features == 48 for part in projections(target))
+    assert not any(isinstance(module, FusedAttention) for module in target.modules())
+    assert len([module for module in target.modules() if isinstance(module, FusedMLP)]) == len(target.base_model.layers)
