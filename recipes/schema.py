@@ -322,8 +322,12 @@ class DataRecipe(Section):
     max_length_tokens: int = Field(
         2048,
         ge=8,
-        description="largest number of tokens of a training sequence; whole turns are cut off the end of longer "
-        "conversations",
+        description="largest number of tokens of a training sequence; longer conversations: `too_long`",
+    )
+    too_long: Literal["cut", "drop"] = Field(
+        "cut",
+        description="an answer that reaches beyond max_length_tokens: `cut`: it is learned up to there; `drop`: it is "
+        "left out; in both cases the answers before it stay",
     )
     loops: Literal["keep", "mask"] = Field(
         "keep",

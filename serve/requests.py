@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.tokens.templates import longest_token_characters, render, token_ids
+from draftsmith.data.tokens.chat_tokens import longest_token_characters, text_token_ids, token_ids
+from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
 
 MOST_STOPS, LONGEST_STOP = 4, 128
@@ -156,4 +157,4 @@ def prompt_ids(tokenizer: Any, prompt: str | list[Turn], most_tokens: int) -> li
     text = prompt if isinstance(prompt, str) else render(tokenizer, tuple(prompt), add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
         raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
-    return token_ids(tokenizer, text)
+    return text_token_ids(tokenizer, text) if isinstance(prompt, str) else token_ids(tokenizer, text)

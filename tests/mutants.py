@@ -152,10 +152,10 @@ MUTANTS = (
     ),
     Mutant(
         "an end token without a label",
-        "data/tokens/spans.py",
-        "return Span(start, content_end, content_end + end + len(end_token), follows_prompt, never_follows)",
-        "return Span(start, content_end, content_end, follows_prompt, never_follows)",
-        "tests/data/tokens/test_chat_tokens.py",
+        "data/tokens/templates.py",
+        "return text[:end], text[end:]",
+        "return '', text",
+        "tests/data/tokens/test_chat_families.py",
     ),
     Mutant(
         "a conversation asked twice",

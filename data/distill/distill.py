@@ -40,14 +40,15 @@ from draftsmith.data.engines.engine import (
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.loss_mask import reasoning_ids
 from draftsmith.data.tokens.templates import (
     TemplateProblem,
     TemplateRefusal,
+    answer_form,
+    last_answer,
     render,
     special_ids,
-    template_answer_lead,
     template_calls,
 )
 from draftsmith.errors import UserError
@@ -153,7 +154,7 @@ def distill(
         UserError: Bad conversations, answers of another target, no chat template, no room for answers, or a folder made
             with other settings.
     """
-    template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
+    answer_form(tokenizer)  # a template that cannot be used fails here, before hours of generation
     reasoning_ids(tokenizer, recipe.data)
     check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
@@ -201,7 +202,8 @@ class _Rewriting:
     """One conversation while the target rewrites it.
 
     stored: answers of earlier calls. rest: turns of the source that are left, whose answers are replaced.
-    turns: rewritten turns; answer_ids: token ids of each answer among them.
+    turns: rewritten turns; answer_ids, prompt_ids: token ids of each answer among them, and of the prompt before it.
+    asked: ids of the prompt that is being answered.
     reason: why later answers are missing; None while the conversation continues.
     """
 
@@ -210,6 +212,8 @@ class _Rewriting:
     rest: deque[Turn]
     turns: list[Turn] = field(default_factory=list)
     answer_ids: list[list[int] | None] = field(default_factory=list)
+    prompt_ids: list[list[int] | None] = field(default_factory=list)
+    asked: list[int] | None = None
     reason: str | None = None
 
     def reach_question(self) -> bool:
@@ -297,6 +301,7 @@ class _Distillation:
                     raise
                 rewriting.reason = REFUSED
                 return None
+            rewriting.asked = prompt_ids
             rewriting.reason = self._too_long(len(prompt_ids))
             if rewriting.reason is not None:
                 return None
@@ -310,7 +315,7 @@ class _Distillation:
     def _too_long(self, length: int) -> str | None:
         """Return the reason if a prompt of this length leaves no room for an answer.
 
-        One of `data.max_length_tokens` and more would be shortened again as tokens.
+        One of `data.max_length_tokens` and more would be left out again as tokens.
         """
         whole, longest = length + self._generation.max_new_tokens, self.engine.max_length_tokens
         if length >= self.recipe.data.max_length_tokens or (self.positions is not None and whole > self.positions):
@@ -340,15 +345,26 @@ class _Distillation:
             if self.recipe.data.distill.cut_answers == "keep" and token_ids and text.strip():
                 rewriting.turns.append(Turn("assistant", text))
                 rewriting.answer_ids.append(token_ids)
+                rewriting.prompt_ids.append(rewriting.asked)
             else:
                 self.report.answers_dropped += 1
                 self._count_cut()
         elif not text.strip():
             rewriting.reason = EMPTY_ANSWER
+        elif token_ids is None and not self._is_written(rewriting, text):
+            rewriting.reason = REWRITTEN
         else:
-            answer = {"text": text, "token_ids": token_ids}
+            answer: dict[str, Any] = {"text": text, "token_ids": token_ids, "prompt_ids": rewriting.asked}
             self.answers.append((rewriting.source.id, len(rewriting.answer_ids), answer))
-            self._add_answer(rewriting, text, token_ids)
+            self._add_answer(rewriting, **answer)
+
+    def _is_written(self, rewriting: _Rewriting, text: str) -> bool:
+        """Return whether the template writes all of an answer without ids, which is tokenised as it is written."""
+        try:
+            last_answer(self.tokenizer, (*rewriting.turns, Turn("assistant", text)), rewriting.source.tools)
+        except TemplateProblem:  # an answer with two </think>, for instance
+            return False
+        return True
 
     def _text_of(self, completion: Completion, source: Conversation) -> str:
         """Return the text of an answer without the opening, such as `<think>`, that the chat template writes."""
@@ -369,7 +385,7 @@ class _Distillation:
 
     @cached_property
     def _answer_lead(self) -> str:
-        return template_answer_lead(self.tokenizer)
+        return answer_form(self.tokenizer).lead
 
     def _count_cut(self) -> None:
         """Set `too_many_cut` if more than `MOST_CUT_FRAC` of the first `CUT_AT_FIRST` answers were cut and dropped."""
@@ -382,7 +398,9 @@ class _Distillation:
                 f"{{enable_thinking: false}}; then delete {self.report.folder} or give this recipe another `name`"
             )
 
-    def _add_answer(self, rewriting: _Rewriting, text: str, token_ids: list[int] | None) -> None:
+    def _add_answer(
+        self, rewriting: _Rewriting, text: str, token_ids: list[int] | None, prompt_ids: list[int] | None = None
+    ) -> None:
         """Add a whole answer to its conversation, with its tool calls.
 
         If the target calls the same functions as the source's assistant, it gets the same results; if others, the
@@ -391,7 +409,7 @@ class _Distillation:
         rest, tools, answer = rewriting.rest, rewriting.source.tools, Turn("assistant", text)
         replaced = rest.popleft() if rest and rest[0].role == "assistant" else Turn("assistant", "")
         results = list(takewhile(lambda turn: turn.role == "tool", rest))
-        form = template_calls(self.tokenizer) if tools or results else None
+        form = template_calls(self.tokenizer, tools) if tools or results else None
         called = form.names(text) if form else []
         if results and form is None:
             rewriting.reason = OTHER_CALLS
@@ -409,34 +427,26 @@ class _Distillation:
                 rest.popleft()
         rewriting.turns.append(answer)
         rewriting.answer_ids.append(token_ids)
+        rewriting.prompt_ids.append(prompt_ids)
 
     def _finish(self, rewriting: _Rewriting) -> None:
-        """Count a conversation that has ended, and keep it for the next write.
-
-        It ends with the last answer through which the template can be followed; without an answer it has failed.
-        """
-        source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
+        """Count a conversation that has ended, and keep it for the next write; without an answer it has failed."""
+        source, turns, reason = rewriting.source, rewriting.turns, rewriting.reason
         self.bar.update()
-        while answer_ids:
-            while turns[-1].role != "assistant":
-                turns.pop()
-            conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids), shortened=reason)
-            # A single answer can always be tokenised, right after its own prompt; the template may rewrite earlier
-            # ones.
-            if len(answer_ids) == 1 and answer_ids[0] is not None:
-                break
-            try:
-                tokenize_conversation(self.tokenizer, conversation)
-                break
-            except TemplateProblem:  # an answer with two </think>, for instance
-                turns.pop()
-                answer_ids.pop()
-                reason = REWRITTEN
-        else:
+        if not rewriting.answer_ids:
             assert reason is not None
             self.failed[source.id] = reason
             self.report.failed[reason] += 1
             return
+        while turns[-1].role != "assistant":
+            turns.pop()
+        conversation = replace(
+            source,
+            turns=tuple(turns),
+            answer_ids=tuple(rewriting.answer_ids),
+            prompt_ids=tuple(rewriting.prompt_ids),
+            shortened=reason,
+        )
         self.kept.append(conversation)
         self.report.kept += 1
         self.report.shortened.update([reason] if reason else [])

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -36,6 +36,7 @@ UNFINISHED = "unfinished"
 class _StoredAnswer(TypedDict):
     text: str
     token_ids: list[int] | None
+    prompt_ids: NotRequired[list[int] | None]  # of records of the release before: unknown
 
 
 class _AnswerLine(TypedDict):

@@ -27,8 +27,8 @@ from filelock import FileLock
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import tokenize_conversation, tokenize_shortened, up_to_turn
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.rows import TooLong, tokenize_batch, tokenize_rows
 from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
 from draftsmith.files import read_json
@@ -43,7 +43,7 @@ CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 # Column with the number of a row's conversation; datasets of earlier versions lack it.
 CONVERSATION = "conversation"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
@@ -58,15 +58,14 @@ Chunk = tuple[Counter[str], list[dict[str, Any]]]
 class Work:
     """Settings of the tokenisation.
 
-    max_length_tokens: longer conversations are shortened, by whole turns.
-    cut_answers: cut a first exchange that is too long, if the cut is within its answer.
+    max_length_tokens: of a row. too_long: an answer that does not fit is `cut` there, or `drop`ped.
     mask_copies: tokens that an answer copies from itself carry no loss.
     reasoning: an answer's tokens between these two ids carry no loss.
     """
 
     tokenizer: Any
     max_length_tokens: int
-    cut_answers: bool = False
+    too_long: TooLong = "cut"
     mask_copies: bool = False
     reasoning: tuple[int, int] | None = None
 
@@ -75,13 +74,13 @@ class Work:
 class TokenReport:
     """Size of the dataset, and counts of the conversations it was built from.
 
-    shortened: conversations that lost trailing turns to the length limit; too_long: conversations that did not fit.
-    answers_cut: conversations whose first answer was cut at the length limit.
+    too_long: conversations without a row, as their first prompt does not fit. refused: those that the template rejects.
+    answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
-    extra_rows: additional rows for answers that the template rewrites in later turns, or the prompts before them.
-    answers_too_long, answers_refused: answers that have no such row, as it is too long or the template rejects it.
+    extra_rows: additional rows of conversations whose later prompts do not begin with the rows before them.
+    answers_refused: answers, of conversations with others, that the template rejects.
     not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
     fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
@@ -90,7 +89,6 @@ class TokenReport:
     rows: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    shortened: int = 0
     too_long: int = 0
     refused: int = 0
     answers_cut: int = 0
@@ -98,7 +96,7 @@ class TokenReport:
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
-    answers_too_long: int = 0
+    answers_out: int = 0
     answers_refused: int = 0
     not_in_recipe: int = 0
     path: str = ""
@@ -109,17 +107,14 @@ class TokenReport:
         """Return a summary in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
-        extra = (
-            f" ({self.extra_rows} of them for answers that the template moves or rewrites)" if self.extra_rows else ""
-        )
+        extra = f" ({self.extra_rows} of them as later prompts rewrite the earlier turns)" if self.extra_rows else ""
         counts = {
-            "shortened by whole turns": self.shortened,
-            "cut in their first answer": self.answers_cut,
             "too long": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
-            "rewritten answers too long": self.answers_too_long,
-            "rewritten answers refused": self.answers_refused,
+            "answers cut at data.max_length_tokens": self.answers_cut,
+            "answers beyond it": self.answers_out,
+            "answers refused": self.answers_refused,
         }
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
@@ -136,7 +131,7 @@ def build_token_dataset(
     """Tokenise the distilled conversations to the Arrow dataset `folder.data/tokens`, unless it is up to date.
 
     Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read).
-    Rows are in the order of the conversations' ids: one per conversation, or several, see `tokenize_rows`.
+    Rows are in the order of the conversations' ids: one per conversation, or several, see `data/tokens/rows.py`.
 
     Args:
         recipe, tokenizer, folder: As of `distill`.
@@ -149,7 +144,7 @@ def build_token_dataset(
     work = Work(
         tokenizer,
         settings.max_length_tokens,
-        cut_answers=settings.distill.cut_answers == "keep",
+        settings.too_long,
         mask_copies=settings.loops == "mask",
         reasoning=reasoning_ids(tokenizer, settings),
     )
@@ -224,7 +219,7 @@ def write_token_rows(
         bar: Progress bar, in conversations.
 
     Raises:
-        UserError: As `tokenize_conversation`; conversations that the template rejects are only counted.
+        UserError: As `tokenize_rows`; conversations that the template rejects are only counted.
     """
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
@@ -271,25 +266,16 @@ def _start_process(work: Work) -> None:
 def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Chunk:
     """Tokenise a chunk of conversations; returns its rows and counts."""
     work = work or _work[0]
-    tokenizer, max_length_tokens = work.tokenizer, work.max_length_tokens
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
-    for number, conversation in enumerate(conversations):
-        try:
-            rows, lost = tokenize_rows(tokenizer, conversation, max_length_tokens)
-        except TemplateProblem:
+    tokenized = tokenize_batch(work.tokenizer, conversations, work.max_length_tokens, work.too_long)
+    for number, result in enumerate(tokenized):
+        if isinstance(result, TemplateProblem):
             counts["refused"] += 1
             continue
-        if not rows and work.cut_answers and conversation.answer_ids and conversation.answer_ids[0] is not None:
-            # Keep the part of the first exchange that fits, if the cut is within its answer.
-            end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
-            first = tokenize_conversation(tokenizer, up_to_turn(conversation, end))
-            ids, mask = (part[:max_length_tokens] for part in (first.input_ids, first.loss_mask))
-            cut = TokenizedConversation(ids, mask)
-            rows = [cut] if any(cut.loss_mask) else []
-            counts["answers_cut"] += len(rows)
-        counts["too_long"] += not rows
+        rows, lost = result
         counts += lost
+        counts["too_long"] += not rows
         counts["extra_rows"] += max(0, len(rows) - 1)
         masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
         counts += taken
@@ -333,34 +319,6 @@ def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
     return sum(sum(row.loss_mask) for row in rows)
 
 
-def tokenize_rows(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int
-) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Return the rows of one conversation, none if it does not fit, and what was lost, by the names of `TokenReport`.
-
-    One row, unless the template rewrites answers, or prompts before them, once later turns follow: each of these then
-    has a further row, which ends with it and in which it alone carries loss. So every answer is learned after exactly
-    the prompt that the target read.
-    """
-    result = tokenize_shortened(tokenizer, conversation, max_length_tokens)
-    if result is None:
-        return [], Counter()
-    whole, dropped = result
-    lost = Counter(["shortened"] if dropped else [])
-    rows = [whole] if any(whole.loss_mask) else []
-    for turn in whole.rewritten_turns:
-        try:
-            row = tokenize_conversation(tokenizer, up_to_turn(conversation, turn + 1))
-        except TemplateProblem:
-            lost["answers_refused"] += 1
-            continue
-        if len(row.input_ids) <= max_length_tokens:
-            rows.append(row.with_last_answer_only())
-        else:  # with its thoughts it may be longer than the whole conversation
-            lost["answers_too_long"] += 1
-    return rows, lost
-
-
 def _fingerprint(view: LedgerView, work: Work) -> str:
     """Hash all inputs of the dataset: conversations, tokenizer, template and settings."""
     tokenizer = work.tokenizer
@@ -368,7 +326,7 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
     parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
-    parts += ["cut answers"] * work.cut_answers + ["copies without loss"] * work.mask_copies
+    parts += [work.too_long] + ["copies without loss"] * work.mask_copies
     parts += [] if work.reasoning is None else [f"thoughts without loss: {work.reasoning}"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 

@@ -15,7 +15,8 @@ import openai
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
-from draftsmith.data.tokens.templates import PROBE, TemplateProblem, render, special_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import token_ids
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem, render, special_ids
 from draftsmith.errors import MASK
 
 Api = Literal["completions", "chat"]

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -56,7 +58,7 @@ class Conversation:
     the source's own answers are kept, see `answered_id`.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
     answer_ids: of a distilled one, token ids of each answer as it was generated, with its end token unless it was cut
-    short; None where unknown.
+    short; None where unknown. prompt_ids: of each of these the ids of the prompt that the target read; None likewise.
     shortened: why later turns of a distilled one are missing.
     """
 
@@ -66,6 +68,7 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     answer_ids: tuple[list[int] | None, ...] = field(default=(), compare=False)
     shortened: str | None = field(default=None, compare=False)
+    prompt_ids: tuple[list[int] | None, ...] = field(default=(), compare=False)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -96,6 +99,11 @@ def answered_id(conversation: Conversation) -> str:
 
 def _short_hash(value: list[Any]) -> str:
     return hashlib.sha256(json.dumps(value, ensure_ascii=True).encode()).hexdigest()[:ID_HEX_DIGITS]
+
+
+def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return how many characters or tokens two sequences have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from draftsmith.data.sources.conversation import Conversation, Role, Turn
+from draftsmith.data.sources.conversation import Conversation, Role, Turn, common_length
 from draftsmith.data.sources.files import InvalidConversation, Records, is_hub_name, read_records
 from draftsmith.errors import UserError
 from draftsmith.files import file_sha256, read_json
@@ -49,6 +49,13 @@ class _Message(TypedDict):
     weight: NotRequired[int]
 
 
+class _Prompt(TypedDict):
+    """Ids of a prompt: the first `shared` tokens of the prompt before it, followed by its answer, and then `ids`."""
+
+    shared: int
+    ids: list[int]
+
+
 class DistilledLine(TypedDict):
     """A line of `shards/`."""
 
@@ -58,6 +65,7 @@ class DistilledLine(TypedDict):
     source: NotRequired[str]
     tools: NotRequired[list[dict[str, Any]]]
     answer_ids: NotRequired[list[list[int] | None]]
+    prompt_ids: NotRequired[list[_Prompt | None]]
 
 
 _LINE: TypeAdapter[Any] = TypeAdapter(DistilledLine)
@@ -68,7 +76,16 @@ def kept_record(conversation: Conversation) -> dict[str, Any]:
     record: dict[str, Any] = {"id": conversation.id, "reason": conversation.shortened, "source": conversation.source}
     record["messages"] = conversation.messages
     record |= {"tools": list(conversation.tools)} if conversation.tools else {}
-    return record | ({"answer_ids": list(conversation.answer_ids)} if conversation.answer_ids else {})
+    if not conversation.answer_ids:
+        return record
+    record["answer_ids"] = list(conversation.answer_ids)
+    prompts: list[_Prompt | None] = []
+    before: list[int] = []
+    for prompt_ids, answer_ids in zip(conversation.prompt_ids, conversation.answer_ids, strict=False):
+        shared = common_length(before, prompt_ids or [])
+        prompts.append(None if prompt_ids is None else {"shared": shared, "ids": prompt_ids[shared:]})
+        before = (prompt_ids or []) + (answer_ids or [])
+    return record | ({"prompt_ids": prompts} if any(prompts) else {})
 
 
 def kept_conversation(record: dict[str, Any]) -> Conversation:
@@ -76,14 +93,20 @@ def kept_conversation(record: dict[str, Any]) -> Conversation:
     turns = tuple(
         Turn(**{**message, "tool_calls": tuple(message.get("tool_calls", ()))}) for message in record["messages"]
     )
-    answers = sum(turn.role == "assistant" for turn in turns)
+    answer_ids = record.get("answer_ids") or [None] * sum(turn.role == "assistant" for turn in turns)
+    prompts: list[list[int] | None] = []
+    before: list[int] = []
+    for prompt, answer in zip(record.get("prompt_ids") or (), answer_ids, strict=False):
+        prompts.append(None if prompt is None else before[: prompt["shared"]] + prompt["ids"])
+        before = (prompts[-1] or []) + (answer or [])
     return Conversation(
         record["id"],
         turns,
         record.get("source", ""),
         tuple(record.get("tools", ())),
-        tuple(record.get("answer_ids") or [None] * answers),
+        tuple(answer_ids),
         record["reason"],
+        tuple(prompts),
     )
 
 

@@ -35,6 +35,7 @@ ADDRESS_SPACE = resource.getrlimit(resource.RLIMIT_AS)
 PAGE_BYTES = 4096
 
 Written = TypeVar("Written", bound=Sized)
+_in_thread = threading.local()
 
 
 class EndlessTemplate(UserError):
@@ -50,9 +51,17 @@ class EndlessTemplate(UserError):
 def bounded(write: Callable[[], Written]) -> Written:
     """Run a chat template, `write`, with limits of time, memory and length; return its text or tokens.
 
+    Within another call the limits of that one hold: one thread watches all renderings of a conversation.
+
     Raises:
         EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
+    if getattr(_in_thread, "is_bounded", False):
+        try:
+            return _of_bounded_length(write())
+        except MemoryError:
+            raise EndlessTemplate from None
+    _in_thread.is_bounded = True
     ended = threading.Event()
     watch = threading.Thread(target=_watch, args=(threading.get_ident(), ended), name="template", daemon=True)
     watch.start()
@@ -63,13 +72,19 @@ def bounded(write: Callable[[], Written]) -> Written:
         except MemoryError:
             raise EndlessTemplate from None
         finally:
+            _in_thread.is_bounded = False
             ended.set()
             watch.join()
             for _ in range(2):  # an exception that the other thread has just raised surfaces here, not later
                 pass
     except EndlessTemplate:
-        ended.set()  # again, if the exception interrupted the first call
+        _in_thread.is_bounded = False  # again, if the exception interrupted the first call
+        ended.set()
         raise
+    return _of_bounded_length(written)
+
+
+def _of_bounded_length(written: Written) -> Written:
     if len(written) > MOST_CHARACTERS:
         raise EndlessTemplate
     return written

@@ -1,4 +1,4 @@
-"""Token ids of a conversation with their loss mask, and what takes tokens out of the loss: copies and thoughts."""
+"""A row of token ids with its loss mask, and what takes tokens out of the loss: copies and thoughts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +14,13 @@ OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """A tokenised conversation.
+    """A tokenised conversation, or the part of one that makes a row.
 
     loss_mask: 1 at tokens of assistant turns that are learned, their end tokens included, otherwise 0.
-    rewritten_turns: assistant turns that the template rewrites in the history, or the prompts before them: no loss.
-    answer_ends_tokens: number of tokens up to the end of each answer.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
-    rewritten_turns: tuple[int, ...] = ()
-    answer_ends_tokens: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:
         """Return the ids of each assistant turn: the runs of ones."""
@@ -70,12 +66,6 @@ class TokenizedConversation:
                 thinks = thinks or token_id == opening
                 mask[place] = int(not thinks)
                 thinks = thinks and token_id != closing
-        return replace(self, loss_mask=mask)
-
-    def with_last_answer_only(self) -> "TokenizedConversation":
-        """Return the same tokens with loss on the last run of ones alone."""
-        start, _ = runs_of_ones(self.loss_mask)[-1]
-        mask = [0] * start + self.loss_mask[start:]
         return replace(self, loss_mask=mask)
 
 

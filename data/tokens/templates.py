@@ -1,22 +1,31 @@
-"""Rendering by the target's chat template, and probes of its text around answers, thoughts and calls.
+"""Rendering by the target's chat template: the one way to a prompt, for distilling, training, serving and measuring.
 
-Thoughts in a separate field of a turn are passed to the template under the name that it reads, or in the content
-between `<think>` and `</think>` if the template expects them there.
+What a template does is found by probes, once for each template: how it writes an answer, where it looks for thoughts,
+how it writes tool calls, and whether it leaves out what it was given. Thoughts in a separate field of a turn are passed
+under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
-from dataclasses import replace
-from functools import lru_cache, partial
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, Tool, Turn
+from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
 from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import CallForm, call_form
 from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
-THOUGHTS = "Xq7ThoughtsXq7"
+MARK = "Xq7MarkXq7"  # a text that is in no template
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
+SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
+LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
+    "user": ("the text of user turns (it reads a list of parts, or the last turn alone)", "set target.chat_template"),
+    "system": ("system turns", f"write them into the first user turn, set target.chat_template, {SKIP_SUCH}"),
+    "later system": ("system turns after the first turn", "write them into a user turn, or set target.chat_template"),
+}
 Tools = tuple[Tool, ...]
 
 
@@ -25,63 +34,243 @@ class TemplateProblem(UserError):
 
 
 class TemplateRefusal(TemplateProblem):
-    """The chat template raised, as many do on a system turn."""
+    """The chat template raised, as many do on a system turn, or leaves out a part of the conversation."""
 
 
 def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
     """Render a conversation by the chat template.
 
     Raises:
-        UserError: There is no template.
-        TemplateRefusal: The template raises, or does not write tools.
+        UserError: There is no template, or none for this conversation.
+        TemplateRefusal: The template raises, or leaves out user turns, system turns, tools or their results.
         EndlessTemplate: The template does not end.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has no chat template: "
-            "use an instruct model, or set tokenizer.chat_template and save the tokenizer in the model's folder"
-        )
-    way_out = "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
-    if tools and template_calls(tokenizer) is None:
+    template = chosen_template(tokenizer, tools)
+    if (tools or any(turn.role == "tool" for turn in turns)) and _find_call_form(tokenizer, template) is None:
         raise TemplateRefusal(
             "the target's chat template does not write tools, their calls or their results, which conversations have: "
-            f"{way_out}"
+            f"remove such turns, set target.chat_template, {SKIP_SUCH}"
         )
+    is_system = [turn.role == "system" for turn in turns]
+    is_present = {"user": True, "system": any(is_system[:1]), "later system": any(is_system[1:])}
+    for kind in _left_out(tokenizer, template):
+        if is_present[kind]:
+            what, way_out = LEFT_OUT[kind]
+            raise TemplateRefusal(f"the target's chat template leaves out {what}: {way_out}")
     try:
-        return _render(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
+        return _render(tokenizer, template, turns, tools, add_generation_prompt)
     except (EndlessTemplate, TemplateProblem):
         raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
-            f"the target's chat template refuses a conversation with the roles {roles}: {error}; {way_out}"
+            f"the target's chat template refuses a conversation with the roles {roles}: {error}; "
+            f"remove such turns, {SKIP_SUCH}"
         ) from None
 
 
-def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool) -> str:
-    messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
+def chosen_template(tokenizer: Any, tools: Tools = ()) -> str:
+    """Return the text of the tokenizer's chat template; of several named ones, that for conversations with `tools`.
+
+    Raises:
+        UserError: The tokenizer has no template, or several and none of them is the default.
+    """
+    try:
+        return str(tokenizer.get_chat_template(tools=list(tools) or None))
+    except ValueError:
+        names = sorted(tokenizer.chat_template or ())
+        lack = f"chat templates named {', '.join(names)} and no default one" if names else "no chat template"
+        raise UserError(
+            f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has {lack}: "
+            "use an instruct model, or set target.chat_template"
+        ) from None
+
+
+def _render(
+    tokenizer: Any, template: str, turns: tuple[Turn, ...], tools: Tools = (), generation_prompt: bool = False
+) -> str:
+    """Render turns by one template, without looking for what it leaves out."""
+    messages = [turn.message for turn in turns]
+    if any(turn.reasoning_content for turn in turns):
+        field = _thoughts_field(tokenizer, template)
+        for message in messages:
+            if thoughts := message.pop("reasoning_content", ""):
+                message |= _with_thoughts(field, thoughts, message["content"])
+    return _apply(tokenizer, template, messages, tools, generation_prompt)
+
+
+def _apply(
+    tokenizer: Any,
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: Tools = (),
+    generation_prompt: bool = False,
+) -> str:
     return bounded(
         lambda: tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            messages,
+            tools=list(tools) or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
         )
     )
 
 
-def template_messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
-    """Return the turns as messages, thoughts where the template looks for them.
+# ---- what a template does ----
+
+
+@lru_cache(maxsize=8)
+def _left_out(tokenizer: Any, template: str) -> tuple[str, ...]:
+    """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt.
+
+    Kinds that it refuses are not among them.
+    """
+    question, answer = PROBE
+    asked, told = Turn("user", MARK), Turn("system", MARK)
+    probes: dict[str, list[tuple[Turn, ...]]] = {
+        "user": [(asked,), (asked, answer, question)],
+        "system": [(told, question)],
+        "later system": [(question, answer, told, question)],
+    }
+    written = {
+        kind: [_probe(tokenizer, template, [turn.message for turn in turns], True) for turns in of_kind]
+        for kind, of_kind in probes.items()
+    }
+    return tuple(kind for kind, texts in written.items() if any(text and MARK not in text for text in texts))
+
+
+def _probe(tokenizer: Any, template: str, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
+    """Render messages; empty if the template refuses them, or cannot be used at all."""
+    try:
+        return _apply(tokenizer, template, messages, generation_prompt=generation_prompt)
+    except EndlessTemplate:
+        raise
+    except Exception:  # of any kind: templates are programs
+        return ""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How a template writes an answer.
+
+    opening: the end of its generation prompt that it writes in no conversation, as R1's `<think>`.
+    lead: what it writes between the prompt and the answer's content, as the space of Llama 2.
+    unlearned: the part of `lead` before `{% generation %}`, which the target does not generate.
+    ending: what it writes after the content, up to the end token; empty without an end token. tail: what follows.
+    in_history: lead and ending of an answer that other turns follow.
+    """
+
+    opening: str
+    lead: str
+    unlearned: str
+    ending: str
+    tail: str
+    in_history: tuple[str, str]
+
+
+def answer_form(tokenizer: Any, tools: Tools = ()) -> AnswerForm:
+    """Return how the template for conversations with these tools writes an answer.
 
     Raises:
-        TemplateProblem: The template has no field for thoughts.
+        UserError: There is no template.
+        TemplateProblem: The template does not write an answer after its question, or writes it twice.
     """
-    messages = [turn.message for turn in turns]
-    if not any(turn.reasoning_content for turn in turns):
-        return messages
-    field = thoughts_field(tokenizer)
-    for message in messages:
-        thoughts = message.pop("reasoning_content", "")
-        if thoughts:
-            message |= _thoughts_fields(field, thoughts, message["content"])
-    return messages
+    template = chosen_template(tokenizer, tools)
+    render(tokenizer, PROBE[:1])  # a template that refuses a question, or leaves it out
+    return _find_answer_form(tokenizer, template)
+
+
+@lru_cache(maxsize=8)
+def _find_answer_form(tokenizer: Any, template: str) -> AnswerForm:
+    question, answer = PROBE
+    prompt = _render(tokenizer, template, (question,), generation_prompt=True)
+    text = _render(tokenizer, template, PROBE)
+    shared = prompt[: common_length(prompt, text)]
+    lead, is_written, rest = text[len(shared) :].partition(answer.content)
+    if question.content not in shared or not is_written or answer.content in rest:
+        raise TemplateProblem(
+            "the target's chat template drops or repeats an answer, or rewrites the question before it: "
+            "correct target.chat_template"
+        )
+    ending, tail = _split_after_end_token(tokenizer, rest)
+    in_history = (lead, ending)
+    longer = _probe(tokenizer, template, [turn.message for turn in (*PROBE, question)], True)
+    earlier_lead, is_written, rest = longer.removeprefix(shared).partition(answer.content)
+    if is_written and longer.startswith(shared):
+        in_history = (earlier_lead, ending and _split_after_end_token(tokenizer, rest)[0])
+    unlearned = ""
+    if GENERATION_MARK.search(template):
+        marked = _render(tokenizer, GENERATION_MARK.sub(lambda mark: mark[0] + MARK, template), PROBE)
+        if MARK not in marked:
+            raise TemplateProblem(
+                "the chat template's {% generation %} marks no token of an answer: correct or remove the mark in "
+                "target.chat_template"
+            )
+        unlearned = marked.removeprefix(shared).partition(MARK)[0] if marked.startswith(shared) else ""
+    return AnswerForm(prompt[len(shared) :], lead, unlearned, ending, tail, in_history)
+
+
+def _split_after_end_token(tokenizer: Any, text: str, is_last: bool = False) -> tuple[str, str]:
+    """Split a text after its first, or its last, special token; the first part is empty if it has none."""
+    places = [(text.rfind if is_last else text.find)(token) + len(token) for token in special_tokens(tokenizer)]
+    ends = [end for token, end in zip(special_tokens(tokenizer), places, strict=True) if end >= len(token)]
+    end = (max if is_last else min)(ends, default=0)
+    return text[:end], text[end:]
+
+
+def answer_in_history(form: AnswerForm, text: str, turn: Turn) -> str:
+    """Return an answer as the text after its prompt begins with it; empty if it does not, or has calls or thoughts.
+
+    Args:
+        text: What the template writes after the answer's prompt, later turns included.
+    """
+    if turn.tool_calls or turn.reasoning_content:
+        return ""
+    forms = (form.in_history, (form.lead, form.ending))
+    contents = (turn.content, turn.content.strip())
+    written = (lead + content + ending for lead, ending in forms for content in contents)
+    return next((each for each in written if text.startswith(each)), "")
+
+
+def last_answer(tokenizer: Any, turns: tuple[Turn, ...], tools: Tools = (), prompt: str | None = None) -> str:
+    """Return the last turn, an answer, as the template writes it after its prompt, with its end token.
+
+    A template may write the history, or the prompt itself, differently once the answer is there (Mistral's system turn
+    moves): then the answer is rendered after another question.
+
+    Args:
+        prompt: Text of the prompt, without `AnswerForm.opening`; by default it is rendered.
+
+    Raises:
+        TemplateProblem: The template refuses the answer, leaves out a part of it, or writes it after another prompt.
+    """
+    form, turn = answer_form(tokenizer, tools), turns[-1]
+    for before in (turns[:-1], PROBE[:1]):
+        if prompt is None:
+            prompt = render(tokenizer, before, add_generation_prompt=True, tools=tools).removesuffix(form.opening)
+        text = render(tokenizer, (*before, turn), tools=tools)
+        if text.startswith(prompt):
+            break
+        prompt = None
+    if prompt is None:
+        raise TemplateProblem(
+            "the target's chat template does not write an answer after the prompt that generates it (the prompt says "
+            "that there are no thoughts, and the answer has some, most likely): set target.chat_template_kwargs as "
+            "they were for the answers, or target.chat_template"
+        )
+    written = text[len(prompt) :]
+    if not form.ending or written.endswith(form.ending + form.tail):
+        written = written.removesuffix(form.tail)
+    else:
+        written = _split_after_end_token(tokenizer, written, is_last=True)[0]
+    shown = "".join(written.split())
+    if not all("".join(part.split()) in shown for part in (turn.content, turn.reasoning_content, *turn.called)):
+        raise TemplateProblem(
+            "the target's chat template leaves out part of an answer (its thoughts, most likely), so that a drafter "
+            "would never see it: set a target.chat_template that writes it"
+        )
+    return written
 
 
 def thoughts_field(tokenizer: Any) -> str:
@@ -90,7 +279,11 @@ def thoughts_field(tokenizer: Any) -> str:
     Raises:
         TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
-    field = _find_thoughts_field(tokenizer, str(tokenizer.chat_template))
+    return _thoughts_field(tokenizer, chosen_template(tokenizer))
+
+
+def _thoughts_field(tokenizer: Any, template: str) -> str:
+    field = _find_thoughts_field(tokenizer, template)
     if field is None:
         raise TemplateProblem(
             "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
@@ -99,7 +292,7 @@ def thoughts_field(tokenizer: Any) -> str:
     return field
 
 
-def _thoughts_fields(field: str, thoughts: str, content: str) -> dict[str, str]:
+def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
     """Return the fields of a message that hold these thoughts and this content."""
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
@@ -112,12 +305,8 @@ def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
     question, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
-        thinking = answer | _thoughts_fields(field, THOUGHTS, answer["content"])
-        try:
-            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [question, thinking], tokenize=False))):
-                return field
-        except Exception:  # of any kind: templates are programs
-            continue
+        if MARK in _probe(tokenizer, template, [question, answer | _with_thoughts(field, MARK, answer["content"])]):
+            return field
     return None
 
 
@@ -128,21 +317,21 @@ def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
         The text that the template writes after the prompt, its end token left out; None if the template does not write
         thoughts, or writes another prompt before them.
     """
-    probe = (*PROBE[:1], replace(PROBE[1], reasoning_content=THOUGHTS))
+    probe = (PROBE[0], replace(PROBE[1], reasoning_content=MARK))
     try:
         prompt = render(tokenizer, probe[:1], add_generation_prompt=True)
         text = render(tokenizer, probe)
     except TemplateProblem:
         return None
-    before, _, rest = text.removeprefix(prompt).partition(THOUGHTS)
-    between, found, _ = rest.partition(PROBE[1].content)
-    return before + thoughts.strip("\n") + between + content if found and text.startswith(prompt) else None
+    before, _, rest = text.removeprefix(prompt).partition(MARK)
+    between, is_written, _ = rest.partition(PROBE[1].content)
+    return before + thoughts.strip("\n") + between + content if is_written and text.startswith(prompt) else None
 
 
 def missing_header_sentence(tokenizer: Any) -> str:
     """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
     without_prompt = render(tokenizer, PROBE[:1])
-    header = template_answer_lead(tokenizer).strip()
+    header = answer_form(tokenizer).lead.strip()
     if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
         return ""
     return (
@@ -152,51 +341,26 @@ def missing_header_sentence(tokenizer: Any) -> str:
     )
 
 
-def template_calls(tokenizer: Any) -> CallForm | None:
+def template_calls(tokenizer: Any, tools: Tools = ()) -> CallForm | None:
     """Return the template's form of tool calls; None if it does not write tools, calls and results."""
-    return _find_call_form(tokenizer, str(tokenizer.chat_template))
+    return _find_call_form(tokenizer, chosen_template(tokenizer, tools))
 
 
 @lru_cache(maxsize=8)
 def _find_call_form(tokenizer: Any, template: str) -> CallForm | None:
-    return call_form(partial(_render, tokenizer))
+    def write(conversation: Conversation, generation_prompt: bool) -> str:
+        return _render(tokenizer, template, conversation.turns, conversation.tools, generation_prompt)
 
-
-def template_answer_lead(tokenizer: Any) -> str:
-    """Return the text that the template writes between the generation prompt and an answer, as the space of Llama 2.
-
-    The target generates it too; it must be removed from the answer before the template adds it again.
-    """
-    prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True)
-    text = render(tokenizer, PROBE)
-    answer = text.rfind(PROBE[1].content)
-    return text[len(prompt) : answer] if answer >= 0 and text.startswith(prompt) else ""
-
-
-def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise rendered text, in which the template has written the BOS, if there is one.
-
-    Raises:
-        UserError: The text contains half a surrogate pair, as from a command line that is not UTF-8.
-    """
-    try:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    except TypeError:
-        if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
-            raise
-        raise UserError(
-            "a text to tokenize is not valid UTF-8 (it contains half a surrogate pair): convert it"
-        ) from None
+    return call_form(write)
 
 
 @lru_cache(maxsize=8)
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return all special tokens with their ids, by their texts."""
+    added = {token.content: key for key, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of all special tokens."""
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
-
-
-@lru_cache(maxsize=8)
-def longest_token_characters(tokenizer: Any) -> int:
-    """Return the length of the longest token, in characters."""
-    return max(map(len, tokenizer.get_vocab()))
+    return frozenset(special_tokens(tokenizer).values())

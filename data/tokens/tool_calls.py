@@ -1,6 +1,6 @@
 """The form of tool calls in a chat template, to read a target's answer as its own template would write it.
 
-It is found by rendering a call, as `chat_tokens` finds answers: the text before the function's name, and between name
+It is found by rendering a call, as `templates` finds answers: the text before the function's name, and between name
 and arguments. For a template whose arguments are not JSON (Qwen3-Coder's) only the names are known, and an answer keeps
 its text.
 """
@@ -9,10 +9,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
+from draftsmith.data.sources.conversation import Conversation, Turn, common_length, tool_call
 from draftsmith.data.sources.files import DECODER
 from draftsmith.data.tokens.bounded import EndlessTemplate
 
@@ -113,8 +112,7 @@ def call_form(render: Render) -> CallForm | None:
 
 def common_end(left: str, right: str) -> str:
     """Return the longest text with which both end."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(right), strict=False))
-    return left[len(left) - sum(1 for _ in alike) :]
+    return left[len(left) - common_length(left[::-1], right[::-1]) :]
 
 
 def _ignoring_white_space(text: str) -> str:

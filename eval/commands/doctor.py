@@ -32,13 +32,14 @@ from draftsmith.data.distill.limits import (
     no_room_sentence,
     target_limits,
 )
-from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report, tokenize_rows
+from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
-from draftsmith.data.tokens.chat_tokens import answer_end_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import (
     PROBE,
     TemplateProblem,
@@ -244,9 +245,7 @@ def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
         UserError: The chat template marks no answers.
     """
     special = special_ids(tokenizer)
-    # Some templates (Harmony) end earlier answers with another token than the last answer.
-    answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
-    ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
+    ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | frozenset(template_end_ids(tokenizer))
     size = target.get_input_embeddings().weight.shape[0]
     return Expected(tokenizer, target_limits(target.config), size, special, ends)
 
@@ -290,7 +289,7 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
-    shortened = too_long = 0
+    cut = too_long = 0
     thoughts, masks_copies = None, recipe.data.loops == "mask"
     try:
         thoughts = reasoning_ids(expected.tokenizer, recipe.data)
@@ -303,12 +302,14 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, row_counts = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
+            found_rows, row_counts = tokenize_rows(
+                expected.tokenizer, whole, recipe.data.max_length_tokens, recipe.data.too_long
+            )
         except TemplateProblem as problem:
             problems.append(problem)
             continue
         too_long += not found_rows
-        shortened += row_counts["shortened"]
+        cut += row_counts["answers_cut"] + row_counts["answers_out"] > 0
         if conversation.is_answered:
             rows += mask_rows(found_rows, thoughts, masks_copies)[0]
 
@@ -322,20 +323,22 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
         {"refused": len(problems), "sampled": size},
         (problems, "defect" if stopped else "warning", fault),
     )
-    counted = f"of {size} conversations {shortened} are shortened by whole turns to {length} tokens"
-    counted += f", {too_long} are too long even for one exchange"
+    counted = f"of {size} conversations {cut} have answers that are cut at {length} tokens or lie beyond"
+    counted += f", of {too_long} no answer begins before"
     way_out = "raise data.max_length_tokens or use shorter conversations"
-    many = shortened + too_long > MANY_LOST_FRAC * size
+    many = cut > MANY_LOST_FRAC * size
     yield Finding.of(
         "over-long",
         counted,
-        {"shortened": shortened, "too_long": too_long, "conversations": size},
+        {"cut": cut, "too_long": too_long, "conversations": size},
         (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
         (many, "warning", f"{counted}: {way_out}"),
     )
     if recipe.data.distill.engine != "none":
         yield _check_room(recipe, expected, found)
-    yield from check_rows(rows, expected, "set target.chat_template to a template without this fault", masks_copies)
+    yield from check_rows(
+        rows, expected, "set target.chat_template to a template without this fault", masks_copies, length
+    )
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
         yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
@@ -387,13 +390,15 @@ def _check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: D
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
     report = recorded_report(folder / "tokens")
     masked = report is not None and report.copied_tokens > 0
-    yield from check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked)
+    yield from check_rows(
+        (TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked, recipe.data.max_length_tokens
+    )
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
     diagnosis.rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples] or diagnosis.rows
 
 
 def check_rows(
-    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool
+    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool, max_length_tokens: int
 ) -> Iterator[Finding]:
     """Check the examples' share of loss, end tokens, double BOS, vocabulary and positions.
 
@@ -402,6 +407,7 @@ def check_rows(
         expected: The limits that they must obey.
         remedy: The way out for examples that are wrong themselves.
         copies_masked: Answers have gaps in their loss, because of `data.loops: mask`.
+        max_length_tokens: Examples of this length may end within an answer.
     """
     sums: Counter[str] = Counter()
     double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
@@ -417,7 +423,7 @@ def check_rows(
         border_s = np.diff(np.concatenate([[0], whole_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
         for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
             sums["answers"] += 1
-            if int(ids_s[end - 1]) in expected.ends:
+            if int(ids_s[end - 1]) in expected.ends or end == max_length_tokens:
                 continue
             if expected.ends.intersection(ids_s[begin:end].tolist()):
                 sums["overrun"] += 1
@@ -452,7 +458,7 @@ def check_rows(
     )
     yield Finding.of(
         "end tokens",
-        f"all {answers} answers end with {ends}, which carries loss",
+        f"all {answers} answers end with {ends}, which carries loss, or are cut at {max_length_tokens} tokens",
         {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
         (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
     )

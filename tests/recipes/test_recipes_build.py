@@ -9,7 +9,7 @@ from support.places import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
@@ -76,7 +76,7 @@ def test_vicuna_template_equals_fastchat_and_masks_answers() -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
     tokenizer.chat_template = load_recipe("vicuna-7b-parallel").target.chat_template
     turns = (Turn("user", "One?"), Turn("assistant", "Two."), Turn("user", "Three?"), Turn("assistant", "Four."))
-    tokenized = tokenize_conversation(tokenizer, Conversation("vicuna", turns))
+    ((tokenized,), _) = tokenize_rows(tokenizer, Conversation("vicuna", turns), 4096)
     end = tokenizer.eos_token
     text = tokenizer.decode(tokenized.input_ids)
     assert text.endswith(

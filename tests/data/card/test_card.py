@@ -101,8 +101,8 @@ def talk(key: str, *texts: str, ids: list[int] | None = None) -> Conversation:
 def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
     """The card sums the rows of `data/tokens`: answers as the ids that the target generated, conversations as they fit.
 
-    "hello", generated letter by letter, is 5 ids and an end token; the tokenizer would need fewer. Of the second
-    conversation only the first exchange fits, of the third nothing.
+    "hello", generated letter by letter, is 5 ids and an end token; the tokenizer would need fewer. The last answers of
+    the second and the third conversation are cut.
     """
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     letters = [TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hello"]
@@ -115,11 +115,10 @@ def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
     asked = prompt_token_ids(TOKENIZER, [Turn("user", "hi")])
     answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
     assert len(answer) < len(letters) + 1
-    assert tokens["answer"]["total"] == len(letters) + 1 + len(answer)
-    assert tokens["answer"]["longest"] == len(letters) + 1
-    # A tokenised answer is followed by the template's newline, a generated one by nothing.
-    assert tokens["prompt"]["total"] == 2 * len(asked) + 1
-    assert tokens["prompt"]["longest"] == len(asked) + 1
+    again = prompt_token_ids(TOKENIZER, conversations[1].turns[:3])
+    assert tokens["prompt"]["total"] == 2 * len(asked) + len(again) - len(answer)
+    assert tokens["answer"]["longest"] == 40 - len(asked)
+    assert tokens["answer"]["total"] == len(letters) + 1 + len(answer) + (40 - len(again)) + (40 - len(asked))
     assert report.loss_tokens == tokens["answer"]["total"]
     assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
 

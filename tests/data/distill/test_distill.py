@@ -21,11 +21,12 @@ from draftsmith.data.distill.distill import DistillReport, distill
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset, tokenize_rows
+from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.question_sets import questions_file
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, run_lock, write_settings
@@ -289,7 +290,7 @@ def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
     cut = {d.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
     assert set(cut) == set(CutEngine.cut_questions)
     for distilled in cut.values():
-        tokens = tokenize_conversation(tokenizer, distilled)
+        tokens = tokenize_rows(tokenizer, distilled, 512)[0][-1]
         assert tokens.input_ids[-len(answer_ids) :] == answer_ids
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
 

@@ -9,10 +9,10 @@ import pytest
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens import bounded, chat_tokens
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens import bounded
 from draftsmith.data.tokens.bounded import EndlessTemplate
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import template_calls
 from draftsmith.errors import UserError
 
@@ -36,15 +36,6 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: 
             attempt(tiny_tokenizer(template), HELLO)
     assert time.monotonic() - began < 30
     assert prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)  # later code is not interrupted
-
-
-def test_template_with_a_mask_of_its_own_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second rendering, with the mask, has the same limits."""
-    asked: list[int] = []
-    monkeypatch.setattr(chat_tokens, "bounded", lambda write: asked.append(1) or bounded.bounded(write))
-    talk = Conversation("x", (*HELLO, Turn("assistant", "Hello")))
-    assert any(tokenize_conversation(tiny_tokenizer(templates.GENERATION), talk).loss_mask)
-    assert asked == [1]
 
 
 def test_template_that_fills_the_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

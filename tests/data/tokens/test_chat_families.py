@@ -7,7 +7,8 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import GenerationConfig
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import TemplateRefusal
 from draftsmith.errors import UserError
 
@@ -68,9 +69,16 @@ GOLDEN = {
         "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
     ),
 }
-# Earlier answers stand after a prompt without its empty block, and are learned in rows of their own.
-GOLDEN["Qwen3, no thoughts"] = (
-    GOLDEN["Qwen3"].replace("«", "").replace("»", "").replace("Bye.<|im_end|>", "«Bye.<|im_end|>»")
+# Earlier answers stand after a prompt without its empty block: each answer has a row of its own.
+PLAIN = GOLDEN["Qwen3"].replace("«", "").replace("»", "").replace("<think>\n\n</think>\n\n", "")
+OPENED = "<|im_start|>assistant\n<think>\n\n</think>\n\n«"
+GOLDEN["Qwen3, no thoughts"] = "".join(
+    PLAIN[:start] + OPENED + PLAIN[start + len("<|im_start|>assistant\n") : end] + "»\n"
+    for start, end in (
+        (place, PLAIN.index("<|im_end|>", place) + len("<|im_end|>"))
+        for place in range(len(PLAIN))
+        if PLAIN.startswith("<|im_start|>assistant", place)
+    )
 )
 # The effect of a system turn: (place in the text without it, the text with it).
 WITH_SYSTEM = {
@@ -87,43 +95,41 @@ WITH_SYSTEM = {
 
 def marked(family: str, turns: tuple[Turn, ...]) -> str:
     tokenizer = FAMILIES[family].tokenizer()
-    return mark_loss(tokenizer, tokenize_conversation(tokenizer, Conversation("golden", turns)))
+    rows, _ = tokenize_rows(tokenizer, Conversation("golden", turns), 4096)
+    return "".join(mark_loss(tokenizer, row) for row in rows)
 
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_golden_masks_of_families(family: str) -> None:
-    assert marked(family, TALK) == GOLDEN[family]
+    golden = GOLDEN[family]
+    if family == "Qwen3, no thoughts":
+        golden = golden.replace("»\n", "»")
+    assert marked(family, TALK) == golden[: golden.rindex("»") + 1]
 
 
 @pytest.mark.parametrize("family", WITH_SYSTEM)
 def test_system_turn_changes_nothing_else(family: str) -> None:
     without, with_it = WITH_SYSTEM[family]
-    assert GOLDEN[family].count(without) == 1
-    assert marked(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
+    golden = GOLDEN[family]
+    assert golden.count(without) == 1
+    assert marked(family, (SYSTEM, *TALK)) == golden[: golden.rindex("»") + 1].replace(without, with_it)
 
 
-def test_answers_whose_system_prompt_moves_carry_no_loss() -> None:
-    """The target read it before each of them."""
-    moved = GOLDEN["Mistral v0.3"].replace("«", "").replace("»", "").replace(" Bye.</s>", "« Bye.</s>»")
-    assert marked("Mistral v0.3", (SYSTEM, *TALK)) == moved.replace("Say [INST]", "You are a helper.\n\nSay [INST]")
+def test_answers_whose_system_prompt_moves_have_rows_of_their_own() -> None:
+    """Each after the prompt that the target read, with the system prompt in its last turn."""
+    last = GOLDEN["Mistral v0.3"].replace("«", "").replace("»", "").replace(" Bye.</s>", "« Bye.</s>»")
+    rows = marked("Mistral v0.3", (SYSTEM, *TALK))
+    assert rows.startswith(
+        "<s>[INST] You are a helper.\n\nSay hi[/INST]« Hello there.\nünï 👋</s>»<s>[INST] Say hi[/INST]"
+    )
+    assert rows.endswith(last.replace("Say [INST]", "You are a helper.\n\nSay [INST]"))
+    assert rows.count("You are a helper.") == rows.count("«") == 3
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1"])
 def test_families_without_system_turns_refuse_them(family: str) -> None:
     with pytest.raises(TemplateRefusal, match="roles system, user"):
         marked(family, (SYSTEM, *TALK))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_last_answer_follows_the_generation_prompt(family: str) -> None:
-    """Train = decode: the last answer follows exactly the prompt ids given to the target."""
-    tokenizer = FAMILIES[family].tokenizer()
-    tokenized = tokenize_conversation(tokenizer, Conversation("golden", TALK))
-    prompt = prompt_token_ids(tokenizer, TALK[:-1])
-    if family == "R1":  # its generation prompt opens thoughts that the template does not write
-        prompt = prompt[: -len(tokenizer.encode("<think>\n", add_special_tokens=False))]
-    assert tokenized.input_ids[: len(prompt)] == prompt
-    assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
 
 
 def test_end_ids_of_model_and_template() -> None:

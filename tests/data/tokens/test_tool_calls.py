@@ -8,7 +8,8 @@ from support.chat_families import TOOL_FAMILIES
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import TemplateRefusal, template_calls
 
 WEATHER = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
@@ -41,8 +42,8 @@ CALLS = {
 
 
 def decode_answers(tokenizer: Any, conversation: Conversation) -> list[str]:
-    tokenized = tokenize_conversation(tokenizer, conversation)
-    return [tokenizer.decode(each) for each in tokenized.answers()]
+    rows, _ = tokenize_rows(tokenizer, conversation, 4096)
+    return [tokenizer.decode(each) for row in rows for each in row.answers()]
 
 
 @pytest.fixture(params=CALLS)
@@ -51,38 +52,26 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 def test_tool_call_carries_loss_and_its_result_does_not(family: str) -> None:
+    """Every answer follows its own prompt, also where tools move to the last question (Mistral)."""
     tokenizer = TOOL_FAMILIES[family].tokenizer()
-    end = tokenizer.eos_token
-    moves_tools = family.startswith("Mistral")
-    lead = " " if moves_tools else ""
-    first = [CALLS[family], f"{lead}It is.{end}"]
-    assert decode_answers(tokenizer, replace(TALK, turns=TALK.turns[:4])) == first
-    # Tools that moved to the last question were not there when the target read the first one.
-    assert decode_answers(tokenizer, TALK) == [*([] if moves_tools else first), f"{lead}Bye.{end}"]
-    ids = tokenize_conversation(tokenizer, TALK).input_ids
-    assert tokenizer.decode(ids).count("clear") == 1
-    assert (
-        ids[: len(prompt_token_ids(tokenizer, TALK.turns[:1], TOOLS))]
-        != ids[: len(prompt_token_ids(tokenizer, TALK.turns[:1]))]
-    )
-
-
-def test_conversation_may_end_with_a_call(family: str) -> None:
-    tokenizer = TOOL_FAMILIES[family].tokenizer()
-    cut = Conversation("id", TALK.turns[:2], tools=TOOLS)
-    assert decode_answers(tokenizer, cut) == [CALLS[family]]
+    lead = " " if family.startswith("Mistral") else ""
+    answers = [CALLS[family], *(f"{lead}{text}{tokenizer.eos_token}" for text in ("It is.", "Bye."))]
+    assert decode_answers(tokenizer, TALK) == answers
+    assert decode_answers(tokenizer, replace(TALK, turns=TALK.turns[:2])) == answers[:1]
+    rows, _ = tokenize_rows(tokenizer, TALK, 4096)
+    last = rows[-1].input_ids
+    assert tokenizer.decode(last).count("clear") == 1
+    assert last[: -len(rows[-1].answers()[-1])] == prompt_token_ids(tokenizer, TALK.turns[:5], TOOLS)
+    assert prompt_token_ids(tokenizer, TALK.turns[:1], TOOLS) != prompt_token_ids(tokenizer, TALK.turns[:1])
 
 
 def test_given_ids_replace_a_call(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
-    said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space: the same words
+    said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space than the template writes
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-    talk = replace(TALK, turns=TALK.turns[:4])
-    tokenized = tokenize_conversation(tokenizer, replace(talk, answer_ids=(ids, None)))
-    assert tokenized.answers()[0] == ids
-    assert not tokenized.rewritten_turns
-    other = tokenizer(said.replace("Zürich", "Genf"), add_special_tokens=False)["input_ids"]
-    assert tokenize_conversation(tokenizer, replace(talk, answer_ids=(other, None))).rewritten_turns == (1,)
+    rows, _ = tokenize_rows(tokenizer, replace(TALK, turns=TALK.turns[:4], answer_ids=(ids, None)), 4096)
+    assert rows[0].answers()[0] == ids
+    assert len(rows) == 1 + (said != CALLS[family])  # the next prompt does not begin with the ids
 
 
 def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
@@ -118,7 +107,7 @@ def test_calls_after_thoughts_carry_loss() -> None:
     ]
     assert decode_answers(tokenizer, TALK)[0] == call
     later = replace(thinking, turns=(*thinking.turns, *TALK.turns[4:]), answer_ids=(ids, None, None))
-    assert tokenize_conversation(tokenizer, later).rewritten_turns == (1, 3)
+    assert len(tokenize_rows(tokenizer, later, 4096)[0]) == 2  # without the thoughts, as the later prompt is
 
 
 def test_several_calls_after_text() -> None:
@@ -137,4 +126,4 @@ def test_template_without_tools_is_refused() -> None:
     tokenizer = tiny_tokenizer(CHATML)
     assert template_calls(tokenizer) is None
     with pytest.raises(TemplateRefusal, match="does not write tools, their calls or their results"):
-        tokenize_conversation(tokenizer, TALK)
+        tokenize_rows(tokenizer, TALK, 4096)

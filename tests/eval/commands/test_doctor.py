@@ -22,8 +22,8 @@ from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.engines import vllm_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.record_reader import parse_conversation
-from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
+from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.eval.commands import cli, doctor
 from draftsmith.models.decoding.decoders import ParallelDecoder
 
@@ -66,12 +66,18 @@ class Clinic:
         return result.exit_code, findings, result.stdout
 
     def rows(self) -> list[TokenizedConversation]:
-        return [tokenize_conversation(self.tokenizer, parse_conversation(record, "here")) for record in TALK]
+        newline = self.tokenizer.encode("\n", add_special_tokens=False)  # as the next turn would begin
+        rows = tokenized(self.tokenizer, TALK)
+        return [TokenizedConversation(row.input_ids + newline, [*row.loss_mask, 0]) for row in rows]
 
     def distilled(self, rows: list[TokenizedConversation]) -> None:
         """Write rows as distillation would."""
         columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": [row.loss_mask for row in rows]}
         datasets.Dataset.from_dict(columns).save_to_disk(str(self.folder / "runs" / "mine" / "data" / "tokens"))
+
+
+def tokenized(tokenizer: Any, records: list[Any]) -> list[TokenizedConversation]:
+    return [row for record in records for row in tokenize_rows(tokenizer, parse_conversation(record, "here"), 512)[0]]
 
 
 def clinic(
@@ -125,7 +131,7 @@ def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
     """A looping answer whose copies are masked still ends correctly and counts as one answer."""
     source = [*TALK, turns("loop", "hello hi " * 20)]
     ill = clinic(tmp_path, source=source)
-    rows = [tokenize_conversation(ill.tokenizer, parse_conversation(record, "here")) for record in source]
+    rows = tokenized(ill.tokenizer, source)
     masked = [row.without_copies() for row in rows]
     assert masked != rows
     ill.distilled(masked)
@@ -146,7 +152,7 @@ def no_loss_at(end: int) -> Any:
 DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
-        "chat/chat template", "every token an assistant token.*correct tokenizer.chat_template",
+        "chat/chat template", "leaves out the text of user turns .*: set target.chat_template",
     ),
     "the template refuses system turns": (
         {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
@@ -166,8 +172,8 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     ),
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
-        {}, ["data.max_length_tokens=20"],
-        "source/over-long", "3 are too long even for one exchange, so none is left: raise data.max_length_tokens",
+        {}, ["data.max_length_tokens=8", "data.distill.engine=none"],
+        "source/over-long", "of 3 no answer begins before, so none is left: raise data.max_length_tokens",
     ),
     "more tokens than positions": (
         {"max_position_embeddings": 20}, ["data.distill.engine=none"],
@@ -301,7 +307,7 @@ def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     warnings = {key for key, entry in findings.items() if entry["severity"] == "warning"}
     checks = ("invalid conversations", "over-long", "vocabulary")
     assert warnings == {"drafter/engines", *(f"source/{check}" for check in checks)}
-    assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
+    assert findings["source/over-long"]["figures"] == {"cut": 1, "too_long": 0, "conversations": 3}
 
 
 def test_engine_that_is_not_installed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

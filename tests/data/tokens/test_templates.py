@@ -1,0 +1,140 @@
+"""What the probes of a template say: the form of an answer, thoughts, and what the template leaves out."""
+
+import pytest
+from support import tiny_tokenizers as templates
+from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, LLAMA31, QWEN3, Family
+from support.tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, text_token_ids
+from draftsmith.data.tokens.rows import tokenize_rows
+from draftsmith.data.tokens.templates import (
+    TemplateRefusal,
+    answer_form,
+    joined_thoughts,
+    missing_header_sentence,
+    render,
+)
+from draftsmith.errors import UserError
+
+ASKED = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
+TOOLS = ({"type": "function", "function": {"name": "f"}},)
+
+
+def test_answer_header_missing_from_the_generation_prompt() -> None:
+    without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
+    assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
+    for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
+        assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "joined"),
+    [("Qwen3", "<think>\nhm\n</think>\n\nHello"), ("field", "<think>\nhm\n</think>\n\nHello"),
+     ("R1", None), ("Llama 3", None), ("Qwen3, no thoughts", None)],
+)  # fmt: skip
+def test_separate_thoughts_join_the_answer(family: str, joined: str | None) -> None:
+    assert joined_thoughts(({**FAMILIES, "field": FIELD_OF_THOUGHTS})[family].tokenizer(), "\nhm\n", "Hello") == joined
+
+
+def test_opening_tag_in_the_prompt_carries_no_loss() -> None:
+    """The target does not generate the end of its prompt."""
+    opened = QWEN3.replace(
+        "'<|im_start|>assistant\n' }}{% if enable", "'<|im_start|>assistant\n<think>\n' }}{% if enable"
+    )
+    assert joined_thoughts(Family(opened, "<|im_end|>").tokenizer(), "hm", "Hello") == "hm\n</think>\n\nHello"
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{% generation%}", "{%generation-%}", "{%-  generation  %}"])
+def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
+    """What the template writes before it carries no loss."""
+    tokenizer = tiny_tokenizer(templates.GENERATION.replace("{% generation %}", "(thoughts)" + mark))
+    assert answer_form(tokenizer).unlearned == "(thoughts)"
+    ((row,), _) = tokenize_rows(tokenizer, Conversation("x", ASKED * 2), 1000)
+    assert [tokenizer.decode(answer) for answer in row.answers()] == ["Hello<|im_end|>"] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template: use an instruct model, or set target.chat_template"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of user turns"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "drops or repeats an answer"),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", "drops or repeats an answer"),
+        (templates.GENERATION.replace("== 'assistant'", "== 'nobody'"), "marks no token of an answer"),
+    ],
+)
+def test_unusable_templates_are_refused(template: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tokenize_rows(tiny_tokenizer(template), Conversation("x", ASKED), 1000)
+
+
+PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+LAST_ONLY = "{{ '<s>' + messages[-1].content }}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+WITHOUT_SYSTEM = templates.CHATML.replace("%}<|im_start|>{{", "%}{% if m.role != 'system' %}<|im_start|>{{").replace(
+    "\n{% endfor %}", "\n{% endif %}{% endfor %}"
+)
+SYSTEM_FIRST = templates.CHATML.replace(
+    "%}<|im_start|>{{", "%}{% if m.role != 'system' or loop.first %}<|im_start|>{{"
+).replace("\n{% endfor %}", "\n{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "message"),
+    [
+        (
+            templates.CHATML.replace("{{ m.content }}", PARTS),
+            ASKED[:1],
+            "the text of user turns .*: set target.chat_te",
+        ),
+        (LAST_ONLY, ASKED[:1], "the text of user turns"),
+        (
+            WITHOUT_SYSTEM,
+            (Turn("system", "Be brief."), *ASKED[:1]),
+            "leaves out system turns: write them into the firs",
+        ),
+        (SYSTEM_FIRST, (*ASKED, Turn("system", "Be brief."), *ASKED[:1]), "leaves out system turns after the first"),
+        (templates.CHATML, (*ASKED, Turn("tool", "12 degrees")), "does not write tools, their calls or their results"),
+    ],
+)
+def test_template_that_leaves_out_what_it_was_given_is_refused(
+    template: str, turns: tuple[Turn, ...], message: str
+) -> None:
+    """For every prompt, so in distilling, training, serving and measuring alike; other conversations pass."""
+    tokenizer = tiny_tokenizer(template)
+    with pytest.raises(TemplateRefusal, match=message):
+        prompt_token_ids(tokenizer, turns)
+    if "user turns" not in message:
+        assert "Say hi" in render(tokenizer, ASKED[:1])
+
+
+def test_named_templates_are_chosen_by_the_tools_of_a_conversation() -> None:
+    tokenizer = Family(LLAMA31, "<|eot_id|>", "<|begin_of_text|>").tokenizer()
+    tokenizer.chat_template = {"default": templates.CHATML, "tool_use": LLAMA31}
+    assert render(tokenizer, ASKED[:1]).startswith("<|im_start|>user")
+    assert "Given the following functions" in render(tokenizer, ASKED[:1], tools=TOOLS)
+    for tools, end in (((), "<|im_end|>"), (TOOLS, "<|eot_id|>")):
+        ((row,), _) = tokenize_rows(tokenizer, Conversation("x", ASKED, tools=tools), 1000)
+        assert [tokenizer.decode(answer) for answer in row.answers()] == ["Hello" + end]
+    tokenizer.chat_template = {"chat": templates.CHATML, "rag": templates.CHATML}
+    with pytest.raises(UserError, match=r"chat templates named chat, rag and no default one: .* set target.chat_templ"):
+        render(tokenizer, ASKED[:1])
+
+
+def test_text_that_is_not_utf_8_is_reported() -> None:
+    """A command line in Latin-1 gives such text."""
+    with pytest.raises(UserError, match="is not valid UTF-8"):
+        prompt_token_ids(tiny_tokenizer(templates.CHATML), [Turn("user", "caf\udce9")])
+
+
+def test_plain_text_begins_with_one_bos() -> None:
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    bare = text_token_ids(tokenizer, "Say hi")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert (
+        text_token_ids(tokenizer, "Say hi") == text_token_ids(tokenizer, "<s>Say hi") == [tokenizer.bos_token_id, *bare]
+    )
