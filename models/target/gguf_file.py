@@ -1,9 +1,12 @@
 """Targets from GGUF files: converted once into a folder of safetensors, which all processes and vLLM load.
 
 transformers dequantizes the architectures and quantizations that it supports (`gguf_file=`). The folder is in
-draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete.
+draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete. If it was
+cut or changed since, or others could have written it, the file is converted again.
 """
 
+import logging
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_gguf_available
 
 from draftsmith.errors import UserError
-from draftsmith.files import cache_root, written_whole
+from draftsmith.files import cache_root, is_own, written_whole
 from draftsmith.models.weights import read_pretrained, sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
+
+SUM_FILE = "converted.sha256"  # of samples of the folder's other files, and of their sizes
+
+logger = logging.getLogger(__name__)
 
 
 def converted_folder(recipe: TargetRecipe) -> Path:
@@ -32,13 +39,21 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     file = get_gguf_file(recipe)
     dtype = "float32" if recipe.dtype == "auto" else recipe.dtype
     folder = cache_root() / "gguf" / f"{file.stem}-{sampled_hash([file])}-{dtype}"
-    if (folder / "config.json").is_file():
+    if _is_usable(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
-        if not (folder / "config.json").is_file():
+        if not _is_usable(folder):
             _convert(recipe, file, folder, getattr(torch, dtype))
     return folder
+
+
+def _is_usable(folder: Path) -> bool:
+    """Return True if a converted folder is whole, and nobody else can have written it."""
+    sum_file = folder / SUM_FILE
+    if not sum_file.is_file() or not all(is_own(path) for path in (folder, *folder.iterdir())):
+        return False
+    return sum_file.read_text(encoding="utf-8") == sampled_hash(set(folder.iterdir()) - {sum_file})
 
 
 def get_gguf_file(recipe: TargetRecipe) -> Path:
@@ -73,6 +88,7 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
         except (struct.error, IndexError, KeyError, TypeError) as error:  # raised by its parser for a damaged file
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
+    logger.warning("converting %s, once: a minute for half a GB", file.name)
     what, location = "target.gguf_file", str(file)
     tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
     # From 5.19 on transformers keeps the weights packed where it has kernels for them, and warns where it has none.
@@ -92,3 +108,6 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     with written_whole(folder) as partial:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        (partial / SUM_FILE).write_text(sampled_hash(partial.iterdir()), encoding="utf-8")
+        for path in (partial, *partial.iterdir()):
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))

@@ -1,6 +1,7 @@
 """A GGUF file as the target: equal logits, converted once, cached by the hash of its content."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_quantized_weights_are_unpacked_without_a_warning(
     for name, weight in tiny_llama().state_dict().items():
         step = weight.abs().max() * (1 / 127 + 1 / 256)  # of Q8_0, and of bf16
         assert (weights[name].float() - weight).abs().max() <= step, name
-    assert caplog.messages == []
+    assert [record.name for record in caplog.records] == [gguf_file.logger.name]
 
 
 def test_converted_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
@@ -86,6 +87,30 @@ def test_killed_conversion_is_repeated(recipe: TargetRecipe, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             converted_folder(recipe)
     assert converted_folder(recipe).is_dir()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions of files")
+def test_cut_or_writable_folder_is_converted_again(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a umask that lets the group write, which the converted files do not keep."""
+    before = os.umask(0o002)
+    folder = converted_folder(recipe)
+    os.umask(before)
+    weights, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
+    whole, converted = weights.read_bytes(), list[Path]()
+    convert = gguf_file._convert
+    monkeypatch.setattr(gguf_file, "_convert", lambda *given: (converted.append(given[2]), convert(*given)))
+    assert (converted_folder(recipe), converted) == (folder, [])
+    for spoil in (
+        lambda: weights.write_bytes(whole[:-100]),
+        lambda: tokenizer.write_bytes(tokenizer.read_bytes()[:50]),
+        lambda: tokenizer.unlink(),
+        lambda: weights.chmod(0o666),
+        lambda: (folder / gguf_file.SUM_FILE).unlink(),
+    ):
+        spoil()
+        del converted[:]
+        assert (converted_folder(recipe), converted) == (folder, [folder])
+        assert weights.read_bytes() == whole
 
 
 def test_unreadable_files_are_reported(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
