@@ -16,7 +16,7 @@ theirs, and the one that finishes last sees that all are finished.
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -197,35 +197,7 @@ def distill(
     return report
 
 
-@dataclass
-class _Rewriting:
-    """One conversation while the target rewrites it.
-
-    stored: answers of earlier calls. rest: turns of the source that are left, whose answers are replaced.
-    turns: rewritten turns; answer_ids, prompt_ids: token ids of each answer among them, and of the prompt before it.
-    asked: ids of the prompt that is being answered.
-    reason: why later answers are missing; None while the conversation continues.
-    """
-
-    source: Conversation
-    stored: list[dict[str, Any]]
-    rest: deque[Turn]
-    turns: list[Turn] = field(default_factory=list)
-    answer_ids: list[list[int] | None] = field(default_factory=list)
-    prompt_ids: list[list[int] | None] = field(default_factory=list)
-    asked: list[int] | None = None
-    reason: str | None = None
-
-    def reach_question(self) -> bool:
-        """Add the source's turns up to the next one that the target answers. Returns False if no such turn is left."""
-        while self.rest:
-            turn = self.rest.popleft()
-            if turn.role == "assistant":
-                continue
-            self.turns.append(turn)
-            if turn.role != "system" and not (self.rest and self.rest[0].role == "tool"):
-                return True
-        return False
+Rewriting = Generator[Request, Outcome, None]  # one conversation: requests for its answers out, their outcomes in
 
 
 @dataclass
@@ -244,7 +216,7 @@ class _Distillation:
     report: DistillReport
     bar: Progress
     positions: int | None
-    in_flight: dict[str, _Rewriting] = field(default_factory=dict)
+    in_flight: dict[str, Rewriting] = field(default_factory=dict)
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     kept: list[Conversation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # reasons by id
@@ -257,13 +229,11 @@ class _Distillation:
         try:
             while waiting or self.in_flight:
                 while waiting and len(self.in_flight) < self.engine.concurrency:
-                    source = self.conversations[waiting.popleft()]
-                    self._advance(_Rewriting(source, self.ledger.stored_answers(source.id), deque(source.turns)))
+                    key = waiting.popleft()
+                    self._advance(key, self._rewrite(self.conversations[key]))
                 if self.in_flight:
                     for key, outcome in self.engine.collect():
-                        rewriting = self.in_flight.pop(key)
-                        self._accept(rewriting, outcome)
-                        self._advance(rewriting)
+                        self._advance(key, self.in_flight.pop(key), outcome)
                     if self.too_many_cut is not None:
                         raise self.too_many_cut
                 # Some engines cannot generate while we wait for the disk: spend a twentieth of the time on that, or
@@ -273,44 +243,73 @@ class _Distillation:
         finally:
             self._write()
 
-    def _advance(self, rewriting: _Rewriting) -> None:
-        """Submit the request for the next answer of a conversation, or finish the conversation."""
-        request = self._next_request(rewriting)
-        if request is None:
-            self._finish(rewriting)
+    def _advance(self, key: str, rewriting: Rewriting, outcome: Any = None) -> None:
+        """Give a conversation the outcome of its last request, and submit its next one."""
+        try:
+            request = rewriting.send(outcome)
+        except StopIteration:
+            self.bar.update()
         else:
-            self.in_flight[request.key] = rewriting
+            self.in_flight[key] = rewriting
             self.engine.submit(request)
 
-    def _next_request(self, rewriting: _Rewriting) -> Request | None:
-        """Return the request for the next answer that is not stored; None if the conversation has ended.
+    def _rewrite(self, source: Conversation) -> Rewriting:
+        """Rewrite a conversation: ask for each answer that is not stored, then keep the result for the next write.
 
         Raises:
-            TemplateRefusal: The template refuses the prompt, and invalid conversations are not skipped.
+            TemplateRefusal: The template refuses a prompt, and invalid conversations are not skipped.
         """
-        source = rewriting.source
-        while rewriting.reason is None and rewriting.reach_question():
-            number = len(rewriting.answer_ids)
-            if number < len(rewriting.stored):
-                self._add_answer(rewriting, **rewriting.stored[number])
-                continue
-            try:
-                prompt_ids = prompt_token_ids(self.tokenizer, rewriting.turns, source.tools)
-            except TemplateRefusal:
-                if not self.recipe.data.conversations.skip_invalid:
-                    raise
-                rewriting.reason = REFUSED
-                return None
-            rewriting.asked = prompt_ids
-            rewriting.reason = self._too_long(len(prompt_ids))
-            if rewriting.reason is not None:
-                return None
-            # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
-            digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
-            seed = int.from_bytes(digest[:8], "big") >> 1
-            messages = [turn.message for turn in rewriting.turns]
-            return Request(source.id, prompt_ids, messages, self._generation, seed, source.tools)
-        return None
+        stored, rest, turns = self.ledger.stored_answers(source.id), deque(source.turns), list[Turn]()
+        answers: list[dict[str, Any]] = []
+        reason: str | None = None  # why later answers are missing
+        while reason is None and _reach_question(turns, rest):
+            if len(answers) < len(stored):
+                answer = stored[len(answers)]
+            else:
+                try:
+                    prompt_ids = prompt_token_ids(self.tokenizer, turns, source.tools)
+                except TemplateRefusal:
+                    if not self.recipe.data.conversations.skip_invalid:
+                        raise
+                    reason = REFUSED
+                    break
+                if reason := self._too_long(len(prompt_ids)):
+                    break
+                outcome = yield self._request(source, turns, prompt_ids, len(answers))
+                if isinstance(outcome, Failure):
+                    reason = outcome.reason
+                    if not outcome.is_final:
+                        answers.clear()  # they stay in the ledger, for another try
+                    break
+                answer, reason = self._read_answer(outcome, source, turns, prompt_ids)
+                if not answer:
+                    break
+                if reason is None:
+                    self.answers.append((source.id, len(answers), answer))
+            answers.append(answer)
+            turn = Turn("assistant", answer["text"])
+            if reason is None:  # else it is cut, and so would be a call
+                turn, reason = self._with_calls(turn, turns, rest, source)
+            turns.append(turn)
+        if not answers:
+            assert reason is not None
+            self.failed[source.id] = reason
+            self.report.failed[reason] += 1
+            return
+        while turns[-1].role != "assistant":
+            turns.pop()
+        ids, prompts = (tuple(each.get(key) for each in answers) for key in ("token_ids", "prompt_ids"))
+        kept = replace(source, turns=tuple(turns), answer_ids=ids, prompt_ids=prompts, shortened=reason)
+        self.kept.append(kept)
+        self.report.kept += 1
+        self.report.shortened.update([reason] if reason else [])
+
+    def _request(self, source: Conversation, turns: list[Turn], prompt_ids: list[int], number: int) -> Request:
+        """Return the request for an answer of a conversation, by the number of the answer from 0."""
+        # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
+        digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> 1
+        return Request(source.id, prompt_ids, [turn.message for turn in turns], self._generation, seed, source.tools)
 
     def _too_long(self, length: int) -> str | None:
         """Return the reason if a prompt of this length leaves no room for an answer.
@@ -327,41 +326,32 @@ class _Distillation:
         chosen = self.recipe.data.distill
         return GenerationSettings(chosen.temperature, chosen.top_k, chosen.top_p, chosen.max_new_tokens)
 
-    def _accept(self, rewriting: _Rewriting, outcome: Outcome) -> None:
-        """Add the target's answer to its conversation, or the reason why the conversation ends without it."""
-        if isinstance(outcome, Failure):
-            if not outcome.is_final:
-                rewriting.answer_ids.clear()  # the answers so far stay in the ledger, for another try
-            rewriting.reason = outcome.reason
-            return
-        text, token_ids = self._text_of(outcome, rewriting.source), outcome.token_ids
+    def _read_answer(
+        self, completion: Completion, source: Conversation, turns: list[Turn], prompt_ids: list[int]
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return an answer as the ledger stores it, empty if it is dropped, and why its conversation ends with it."""
+        text, token_ids = self._text_of(completion, source), completion.token_ids
+        answer: dict[str, Any] = {"text": text, "token_ids": token_ids, "prompt_ids": prompt_ids}
         self.report.answers += 1
         self.report.tokens_generated += len(token_ids or self.tokenizer(text, verbose=False)["input_ids"])
-        if outcome.finish_reason == "length":
+        if completion.finish_reason == "length":
             self.report.answers_cut_short += 1
-            rewriting.reason = CUT_SHORT
-            # Its tokens are the target's own. A text alone would be tokenised with an end that was not generated, and
-            # so would a call.
+            # Its tokens are the target's own. A text alone would be tokenised with an end that was not generated.
             if self.recipe.data.distill.cut_answers == "keep" and token_ids and text.strip():
-                rewriting.turns.append(Turn("assistant", text))
-                rewriting.answer_ids.append(token_ids)
-                rewriting.prompt_ids.append(rewriting.asked)
-            else:
-                self.report.answers_dropped += 1
-                self._count_cut()
-        elif not text.strip():
-            rewriting.reason = EMPTY_ANSWER
-        elif token_ids is None and not self._is_written(rewriting, text):
-            rewriting.reason = REWRITTEN
-        else:
-            answer: dict[str, Any] = {"text": text, "token_ids": token_ids, "prompt_ids": rewriting.asked}
-            self.answers.append((rewriting.source.id, len(rewriting.answer_ids), answer))
-            self._add_answer(rewriting, **answer)
+                return answer, CUT_SHORT
+            self.report.answers_dropped += 1
+            self._count_cut()
+            return {}, CUT_SHORT
+        if not text.strip():
+            return {}, EMPTY_ANSWER
+        if token_ids is None and not self._is_written(turns, text, source):
+            return {}, REWRITTEN
+        return answer, None
 
-    def _is_written(self, rewriting: _Rewriting, text: str) -> bool:
+    def _is_written(self, turns: list[Turn], text: str, source: Conversation) -> bool:
         """Return whether the template writes all of an answer without ids, which is tokenised as it is written."""
         try:
-            last_answer(self.tokenizer, (*rewriting.turns, Turn("assistant", text)), rewriting.source.tools)
+            last_answer(self.tokenizer, (*turns, Turn("assistant", text)), source.tools)
         except TemplateProblem:  # an answer with two </think>, for instance
             return False
         return True
@@ -398,58 +388,36 @@ class _Distillation:
                 f"{{enable_thinking: false}}; then delete {self.report.folder} or give this recipe another `name`"
             )
 
-    def _add_answer(
-        self, rewriting: _Rewriting, text: str, token_ids: list[int] | None, prompt_ids: list[int] | None = None
-    ) -> None:
-        """Add a whole answer to its conversation, with its tool calls.
+    def _with_calls(
+        self, answer: Turn, turns: list[Turn], rest: deque[Turn], source: Conversation
+    ) -> tuple[Turn, str | None]:
+        """Return a whole answer with its tool calls, and why its conversation ends with it.
 
         If the target calls the same functions as the source's assistant, it gets the same results; if others, the
         conversation ends. If it answers without a call, the source's tool calls and results are left out.
+
+        Args:
+            turns: The turns before the answer.
+            rest: The source's turns from that answer on, from which those are removed that are left out.
         """
-        rest, tools, answer = rewriting.rest, rewriting.source.tools, Turn("assistant", text)
         replaced = rest.popleft() if rest and rest[0].role == "assistant" else Turn("assistant", "")
         results = list(takewhile(lambda turn: turn.role == "tool", rest))
-        form = template_calls(self.tokenizer, tools) if tools or results else None
-        called = form.names(text) if form else []
+        form = template_calls(self.tokenizer, source.tools) if source.tools or results else None
+        called = form.names(answer.content) if form else []
         if results and form is None:
-            rewriting.reason = OTHER_CALLS
-        elif form and called:
+            return answer, OTHER_CALLS
+        if form and called:
             if rest and (not results or called != (replaced.called or form.names(replaced.content))):
-                rewriting.reason = OTHER_CALLS
-            else:
-                calling = form.turn(text, [turn.tool_call_id for turn in results if turn.tool_call_id])
-                # The answer stays a text if the template cannot write its calls, such as two in one turn.
-                with suppress(TemplateProblem):
-                    render(self.tokenizer, (*rewriting.turns, calling), tools=tools)
-                    answer = calling
-        else:
-            while results and rest and rest[0].role != "user":
-                rest.popleft()
-        rewriting.turns.append(answer)
-        rewriting.answer_ids.append(token_ids)
-        rewriting.prompt_ids.append(prompt_ids)
-
-    def _finish(self, rewriting: _Rewriting) -> None:
-        """Count a conversation that has ended, and keep it for the next write; without an answer it has failed."""
-        source, turns, reason = rewriting.source, rewriting.turns, rewriting.reason
-        self.bar.update()
-        if not rewriting.answer_ids:
-            assert reason is not None
-            self.failed[source.id] = reason
-            self.report.failed[reason] += 1
-            return
-        while turns[-1].role != "assistant":
-            turns.pop()
-        conversation = replace(
-            source,
-            turns=tuple(turns),
-            answer_ids=tuple(rewriting.answer_ids),
-            prompt_ids=tuple(rewriting.prompt_ids),
-            shortened=reason,
-        )
-        self.kept.append(conversation)
-        self.report.kept += 1
-        self.report.shortened.update([reason] if reason else [])
+                return answer, OTHER_CALLS
+            calling = form.turn(answer.content, [turn.tool_call_id for turn in results if turn.tool_call_id])
+            # The answer stays a text if the template cannot write its calls, such as two in one turn.
+            with suppress(TemplateProblem):
+                render(self.tokenizer, (*turns, calling), tools=source.tools)
+                return calling, None
+            return answer, None
+        while results and rest and rest[0].role != "user":
+            rest.popleft()
+        return answer, None
 
     def _write(self) -> None:
         """Write new results to the ledger; nothing before the first answer, so that failures fix no settings."""
@@ -463,6 +431,18 @@ class _Distillation:
         end_s = time.monotonic()
         self.next_write_s = end_s + min(19 * (end_s - start_s), LONGEST_WRITE_INTERVAL_S)
         self.answers, self.kept, self.failed = [], [], {}
+
+
+def _reach_question(turns: list[Turn], rest: deque[Turn]) -> bool:
+    """Move turns from `rest` to `turns` up to the next one that the target answers; False if no such turn is left."""
+    while rest:
+        turn = rest.popleft()
+        if turn.role == "assistant":
+            continue
+        turns.append(turn)
+        if turn.role != "system" and not (rest and rest[0].role == "tool"):
+            return True
+    return False
 
 
 def _pass_through(
