@@ -178,7 +178,7 @@ unit: $(READY)
 
 nightly: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
-	DRAFTSMITH_FUZZ="1 4" $(BIN)/python -m pytest tests/eval/commands/test_fuzz.py
+	DRAFTSMITH_FUZZ="1 4" $(BIN)/python -m pytest tests/cli/test_fuzz.py
 	$(MAKE) mutants
 
 # Mistakes that the fast tests must catch, each made in a copy of the tree.
@@ -188,7 +188,7 @@ mutants: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core data models train eval serve recipes benchmarks docs/generate
+	$(BIN)/mypy core data models train eval serve cli recipes benchmarks docs/generate
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -33,13 +33,13 @@ from parts.llamacpp import TARGET_DTYPES, Complete, llama_server, programs_and_f
 from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
+from draftsmith.cli.compare import joint_recipe
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.draft_model import DraftModelDecoder

@@ -17,9 +17,9 @@ from datasets import Dataset
 from parts.timing import benchmark_parser, write_figures
 from transformers import PreTrainedModel
 
+from draftsmith.cli.stages import run_distill
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import accepted_lengths
-from draftsmith.eval.commands.stages import run_distill
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from draftsmith import SpeculativeDecoder, load_drafter, load_recipe, load_target
-from draftsmith.eval.commands.stages import make_drafter
+from draftsmith.cli.stages import make_drafter
 from draftsmith.eval.decoding.generate import Round
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from draftsmith import SpeculativeDecoder, load_drafter, load_recipe, load_target
+from draftsmith.cli.stages import make_drafter
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.eval.commands.stages import make_drafter
 from draftsmith.eval.report.summary import acceptance_by_depth
 from draftsmith.recipes.run_folder import RunFolder
 

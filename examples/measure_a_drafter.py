@@ -9,8 +9,8 @@ One of the Hub, one in a folder, or, if none is named, one that is trained for s
 
 import argparse
 
-from draftsmith.eval.commands.evaluate import evaluate
-from draftsmith.eval.commands.stages import make_drafter
+from draftsmith.cli.evaluate import evaluate
+from draftsmith.cli.stages import make_drafter
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith import SpeculativeDecoder, load_recipe, load_target
+from draftsmith.cli.stages import run_distill
 from draftsmith.data.distill.token_dataset import load_tokens
-from draftsmith.eval.commands.stages import run_distill
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.train.drafter.trainer import DrafterTrainer

@@ -2,5 +2,5 @@
 
 Read `worker` (the answers), `api` (OpenAI's API over them), `server` (the port), with the clients' requests in
 `requests` and access control in `protection`; `learning` trains the drafter on what is served. May import all folders
-but `eval.commands`.
+but `cli`.
 """

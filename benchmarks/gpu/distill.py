@@ -1,6 +1,6 @@
 """Distilling the embedded target with `engine: transformers`, in generated tokens per second."""
 
-from draftsmith.eval.commands.stages import run_distill
+from draftsmith.cli.stages import run_distill
 from draftsmith.recipes.loading import load_recipe
 from gpu.step import Step, run_step
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.cli.stages import run_distill
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.commands.stages import run_distill
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe

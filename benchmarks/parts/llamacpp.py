@@ -15,7 +15,7 @@ import httpx2
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.serving.llama_server import find_server, started_server
+from draftsmith.eval.engines.llama_server import find_server, started_server
 from draftsmith.files import cache_root
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.weights import sampled_hash

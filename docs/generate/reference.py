@@ -137,7 +137,7 @@ def commands() -> list[str]:
     """Return every command by group: what it does, how it is called, and its options."""
     from typer.main import get_group
 
-    from draftsmith.eval.commands.cli import PANELS, app
+    from draftsmith.cli.main import PANELS, app
 
     group: Any = get_group(app)
     lines: list[str] = []

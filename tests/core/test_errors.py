@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
+from draftsmith.cli import main as cli
 from draftsmith.errors import exit_with_one_sentence, os_error_message
-from draftsmith.eval.commands import cli
 from draftsmith.files import write_atomically
 
 RUNNER = CliRunner()

@@ -8,8 +8,8 @@ import yaml
 from support.openai_setup import StartServer
 from typer.testing import CliRunner
 
+from draftsmith.cli import main as cli
 from draftsmith.errors import UserError, masked
-from draftsmith.eval.commands import cli
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 RUNNER = CliRunner()

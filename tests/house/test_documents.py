@@ -16,7 +16,7 @@ from support.places import ROOT
 from support.served_drafters import IN_LLAMACPP, SERVED
 from typer.main import get_group
 
-from draftsmith.eval.commands.cli import app
+from draftsmith.cli.main import app
 from draftsmith.models.formats.exporting import EXPORTERS
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.results import RESULT_KEYS

@@ -20,7 +20,7 @@ ORDER = [
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
     *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],
-    *["eval/serving", "serve", "eval/commands", "eval"],
+    *["eval/engines", "eval", "serve", "cli"],
 ]
 # These may import less than the order allows: themselves and the named folders (`*`: with all subfolders).
 ONLY = {

@@ -16,7 +16,7 @@ from support.places import PACKAGES, ROOT, make_importable
 import draftsmith.models.drafters
 from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.train.drafter.card import _papers
+from draftsmith.train.drafter.model_card import _papers
 
 PAGE = (ROOT / "docs" / "guides" / "write-a-drafter.md").read_text(encoding="utf-8")
 FILE, CHECK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -25,7 +25,7 @@ KIND = "one_block"
 # One process for all commands: `draftsmith` is imported once.
 COMMANDS = """
 import json, sys
-from draftsmith.eval.commands.cli import main
+from draftsmith.cli.main import main
 for command in json.loads(sys.argv[1]):
     sys.argv = ["draftsmith", *command]
     try:

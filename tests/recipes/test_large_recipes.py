@@ -11,7 +11,7 @@ from support.tiny_models import EXPERTS
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.eval.commands.stages import run_distill, run_eval, run_train
+from draftsmith.cli.stages import run_distill, run_eval, run_train
 from draftsmith.models.formats.exporting import export_run
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder

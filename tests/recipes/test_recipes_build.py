@@ -8,9 +8,9 @@ import torch
 from support.places import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draftsmith.cli.compare import _check_comparable, joint_recipe
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.rows import tokenize_rows
-from draftsmith.eval.commands.compare import _check_comparable, joint_recipe
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder

@@ -38,7 +38,7 @@ class KilledServer:
     def __init__(self, file: str) -> None:
         self.port = free_port()
         options = ["--learn", "--learn-minutes", "0.1", "--port", str(self.port)]
-        self._command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", file, *options]
+        self._command = [sys.executable, "-m", "draftsmith.cli.main", "serve", file, *options]
         self.start()
 
     def start(self) -> None:

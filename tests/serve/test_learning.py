@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
+from draftsmith.cli import main as cli
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.commands import cli
 from draftsmith.eval.report.bootstrap import QuestionSums
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling

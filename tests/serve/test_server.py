@@ -23,11 +23,11 @@ import pytest
 from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
+from draftsmith.cli.main import app
 from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError, read_api_key
-from draftsmith.eval.commands.cli import app
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
@@ -512,7 +512,7 @@ def test_newer_drafter_that_cannot_be_loaded_is_not_taken(recipe: Recipe, greedy
 def test_serve_command_answers_until_interrupted(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
     """The models run in the main thread, with one OpenMP team; a signal ends it, and a used port is one sentence."""
     port = free_port()
-    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", recipe_file(recipe), "--port", str(port)]
+    command = [sys.executable, "-m", "draftsmith.cli.main", "serve", recipe_file(recipe), "--port", str(port)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with started as process, ExitStack() as first:
         first.callback(process.kill)  # before the wait, even if the test fails

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from draftsmith.data.engines.engine import Failure, Request
-from draftsmith.eval.serving.endpoint import DraftCounts, TimedAnswer
+from draftsmith.eval.engines.endpoint import DraftCounts, TimedAnswer
 
 KEPT = {5: [2, 0, 1], 6: [0, 0]}  # by the second to last id of a prompt: accepted ones of two draft tokens, by round
 

@@ -19,8 +19,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from draftsmith.cli import push
 from draftsmith.data.sources import distilled
-from draftsmith.eval.commands import push
 from draftsmith.models.base import registry
 
 TOKEN, USER, URL = "hf_secretOfThisTest", "tester", "https://hub.test"

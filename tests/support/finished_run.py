@@ -13,9 +13,9 @@ from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands.artifacts import write_tuned
-from draftsmith.eval.commands.cli import app
-from draftsmith.eval.commands.console import console
+from draftsmith.cli.artifacts import write_tuned
+from draftsmith.cli.console import console
+from draftsmith.cli.main import app
 from draftsmith.recipes.schema import MethodConfig
 
 LONGEST_S = 30.0  # for a command; a run takes a second or two

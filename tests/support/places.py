@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("core", "data", "models", "train", "eval", "serve", "recipes")
+PACKAGES = ("core", "data", "models", "train", "eval", "serve", "cli", "recipes")
 MATERIAL = ROOT.parent / "shared" / "material"
 
 

@@ -37,13 +37,13 @@ from draftsmith.recipes.run_folder import (
     write_settings,
 )
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
     device_note,
     newest_checkpoint,
     set_damaged_aside,
 )
+from draftsmith.train.drafter.model_card import write_drafter_card
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence

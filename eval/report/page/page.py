@@ -12,8 +12,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from draftsmith.eval.bench.traced import by_question
-from draftsmith.eval.report import report, text
-from draftsmith.eval.report.page import curves, methods
+from draftsmith.eval.report import sentences, text
+from draftsmith.eval.report.page import comparisons, curves
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
     OVERALL,
@@ -48,7 +48,7 @@ def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     Args:
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
             `tasks_left_out`, `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
-            `eval/serving/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
+            `eval/engines/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
             by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
     """
     values = report_values(root, facts)
@@ -71,8 +71,8 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
     )
     environment.filters |= {"number": text.number, "ms": text.milliseconds, "identity": text.identity}
     environment.filters |= {"percent": text.percent, "interval": text.interval, "escaped": text.escaped}
-    environment.filters |= {"code": _code, "tint": methods.tint, "verdict_word": report.verdict_word}
-    environment.filters |= {"headline": headline, "tasks_and_questions": report.tasks_and_questions}
+    environment.filters |= {"code": _code, "tint": comparisons.tint, "verdict_word": sentences.verdict_word}
+    environment.filters |= {"headline": headline, "tasks_and_questions": sentences.tasks_and_questions}
     return environment
 
 
@@ -81,7 +81,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
     records, trained, proof = facts["records"], facts["trained"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]
-    verdicts = report.verdicts(summary, timing)
+    verdicts = sentences.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_tasks(summary)
     columns = [*categories, MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else categories
     kinds = facts["drafter_kinds"]
@@ -91,38 +91,38 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     values = {
         **facts,
         "verdicts": verdicts,
-        "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
+        "lossless": sentences.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
         "questions_name": text.question_names(recipe["eval"]["questions"]),
         "command": text.without_places(facts["command"], root),
-        "proof": report.proof_sentence(proof),
+        "proof": sentences.proof_sentence(proof),
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
-        "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
+        "lenience_warning": None if all(row["lossless"] for row in summary) else sentences.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
-        "lengths": methods.length_tables(summary),
+        "lengths": comparisons.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
         "vocabulary": [row for row in overall if row.get("decoded_coverage") is not None],
-        "baseline_sentences": report.baseline_sentences(facts["baseline"]),
-        "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
-        "next_steps": report.next_steps(summary, timing, recipe),
-        "methods": methods.method_tables(summary, records),
+        "baseline_sentences": sentences.baseline_sentences(facts["baseline"]),
+        "embedded_meaning": sentences.EMBEDDED_MEANING if recipe["target"]["model"] == sentences.EMBEDDED else None,
+        "next_steps": sentences.next_steps(summary, timing, recipe),
+        "methods": comparisons.method_tables(summary, records),
         "categories": columns,
-        "tables": methods.category_tables(summary, columns),
+        "tables": comparisons.category_tables(summary, columns),
         "parts": parts,
         "joined": list(dict.fromkeys(row["task"] for row in summary if row["category"] in parts)),
-        "part_tables": methods.category_tables(summary, parts) if parts else [],
-        "depths": methods.acceptance_depths(timing),
-        "rounds": methods.mean_rounds(timing),
+        "part_tables": comparisons.category_tables(summary, parts) if parts else [],
+        "depths": comparisons.acceptance_depths(timing),
+        "rounds": comparisons.mean_rounds(timing),
         "answers": by_question(facts["traced"] or []),
         "training": curves.training_curves(trained),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.
         "hashes": {text.drafter_name(name): value for name, value in facts["inputs_sha256"].items()},
         # Modules whose constants the templates read.
-        "report": report,
-        "page": methods,
+        "sentences": sentences,
+        "page": comparisons,
         "plot": curves,
     }
     holds = {"categories": "tables", "phases": "rounds", "data": "data_card", "settings": "recipe"}

@@ -16,11 +16,11 @@ from support.tiny_runs import recipe_in, save_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
+from draftsmith.cli.prove import prove
+from draftsmith.cli.stages import make_drafter
+from draftsmith.cli.tune import tune
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
-from draftsmith.eval.commands.prove import prove
-from draftsmith.eval.commands.stages import make_drafter
-from draftsmith.eval.commands.tune import tune
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive

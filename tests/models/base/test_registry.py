@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 
 import draftsmith.models.drafters
+from draftsmith.cli.artifacts import resolve_tuned
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.artifacts import resolve_tuned
 from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
 from draftsmith.recipes.schema import MethodConfig

@@ -15,8 +15,8 @@ from support.tiny_runs import recipe_file, recipe_in, save_target, save_trained
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from draftsmith.cli.main import app
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.exporting import (

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+from draftsmith.cli.main import app
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.formats import dflash

@@ -18,8 +18,8 @@ from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, count_our_ro
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands.cli import app
-from draftsmith.eval.serving.llama_server import find_server, started_server
+from draftsmith.cli.main import app
+from draftsmith.eval.engines.llama_server import find_server, started_server
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
 

@@ -28,7 +28,7 @@ from support.vllm_answers import generate_answers, generate_with_newer_runner, h
 from support.vllm_server import NEEDS_VLLM, VllmServer, vllm_environment
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands.cli import app
+from draftsmith.cli.main import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
 from draftsmith.models.target.loading import EMBEDDED_TARGET

@@ -10,8 +10,8 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from support.tiny_runs import InterruptAt, have_equal_weights, recipe_file, recipe_in, tiny_run, weights_of
 
+from draftsmith.cli import stages
 from draftsmith.errors import UserError
-from draftsmith.eval.commands import stages
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.target.loading import load_target

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.cli.stages import run_distill
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.bench.replay import accepted_lengths
-from draftsmith.eval.commands.stages import run_distill
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, tau
 from draftsmith.models.base.registry import drafter_kinds, load_drafter

@@ -20,9 +20,10 @@ from support.tiny_runs import (
 )
 from typer.testing import CliRunner
 
+from draftsmith.cli import main as cli
+from draftsmith.cli import stages
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.errors import UserError
-from draftsmith.eval.commands import cli, stages
 from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.target.features import target_features

@@ -13,9 +13,9 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
+from draftsmith.cli import main as cli
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
-from draftsmith.eval.commands import cli
 from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.training_arguments import recipe_arguments

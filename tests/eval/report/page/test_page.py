@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.report_facts import all_facts
 
+from draftsmith.eval.engines.load_test import EngineMeasurement, LoadTestRow
 from draftsmith.eval.report.page.page import SECTIONS, write_report
-from draftsmith.eval.serving.load_test import EngineMeasurement, LoadTestRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(6)}
 MOST_BYTES = 200_000

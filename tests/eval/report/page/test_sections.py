@@ -6,7 +6,7 @@ import pytest
 from support.report_facts import TIMING, records_of, row
 
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
-from draftsmith.eval.report.page.methods import (
+from draftsmith.eval.report.page.comparisons import (
     MOST_DEPTHS,
     acceptance_depths,
     length_tables,

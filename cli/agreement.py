@@ -1,0 +1,110 @@
+"""Whether an engine accepts what our own decoder accepts: the same chain, on the same greedy answers.
+
+Our drafter is replayed on the engine's answers (`eval/bench/replay.py`), so that both commit the same tokens. What
+differs by design is left out: tokens that an engine accepts past an answer's end, and llama.cpp's last rounds without a
+draft. The target's own token of a round counts on both sides. A larger difference than rounding makes means that the
+engine computes other drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.eval.bench.replay import accepted_lengths
+from draftsmith.eval.engines.load_test import ArmResult
+from draftsmith.eval.methods.drafter import build_tree_drafter
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.recipes.schema import MethodConfig
+
+MOST_APART = 0.02  # of tau, and of the acceptance at depth 1
+# Causes of different drafts, and whether they change those at depth 1 too.
+CAUSES = {
+    "layer ids": True,
+    "norms": True,
+    "vocabulary map": True,
+    "sample_from_anchor": False,
+    "RoPE": False,
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Tau and acceptance at depth 1 of a chain of `depth` draft tokens, in the engine and in our own loop.
+
+    ruled_out: causes of a difference that cannot be the cause, whatever the figures are.
+    """
+
+    depth: int
+    answers: int
+    engine_tau: float
+    own_tau: float
+    engine_first: float | None
+    own_first: float
+    ruled_out: tuple[str, ...] = ()
+
+    def sentence(self, engine: str) -> str:
+        """Return the comparison in one line; a difference above `MOST_APART` names its likely causes."""
+        apart = abs(self.engine_tau / self.own_tau - 1)
+        figures = (
+            f"a chain of {self.depth} draft tokens commits {self.engine_tau:.3f} tokens a round in {engine} and "
+            f"{self.own_tau:.3f} in draftsmith's loop, on the same {self.answers} answers ({apart:.1%} apart)"
+        )
+        if apart <= MOST_APART:
+            return f"Accepts here what it accepts there: {figures}."
+        ruled_out = set(self.ruled_out)
+        if self.engine_first is not None and abs(self.engine_first - self.own_first) <= MOST_APART * self.own_first:
+            ruled_out |= {cause for cause, is_of_first in CAUSES.items() if is_of_first}
+        likely = [cause for cause in CAUSES if cause not in ruled_out]
+        excluded = [cause for cause in CAUSES if cause in ruled_out]
+        return (
+            f"DOES NOT ACCEPT HERE WHAT IT ACCEPTS THERE: {figures}; likely causes: {', '.join(likely)}"
+            f"{'; ruled out: ' * bool(excluded)}{', '.join(excluded)}."
+        )
+
+
+@torch.inference_mode()
+def compare_with_own_chain(
+    result: ArmResult, target: PreTrainedModel, drafter: Drafter, counts_last_rounds: bool
+) -> Agreement | None:
+    """Replay our chain on an engine's greedy answers at one concurrency; None if it drafted nothing.
+
+    Args:
+        drafter: The drafter that was exported, attached to the target.
+        counts_last_rounds: The engine drafts for an answer's last token too, and counts that round.
+    """
+    counts, answers = result.counts, [answer for answer in result.answers if len(answer.ids) > 1]
+    if not counts.drafts or not answers:
+        return None
+    depth = len(counts.accepted_by_depth) or round(counts.drafted_tokens / counts.drafts)
+    longest = max(len(answer.prompt_ids) + len(answer.ids) for answer in answers)
+    decoder = drafter.decoder(longest + depth)
+    chain = build_tree_drafter(MethodConfig(name="chain", max_depth=depth), decoder, Sampling())
+    lengths: list[int] = []
+    for answer in answers:
+        ids, first = [*answer.prompt_ids, *answer.ids], len(answer.prompt_ids)
+        ids_1s = torch.tensor([ids], device=target.device)
+        features_sf = target_features(target, ids_1s, layers=drafter.feature_layers)[0]
+        of_answer = accepted_lengths(chain, ids, features_sf, first, len(ids) - 1)
+        # A last round that commits one token starts with one token missing, for which our chain drafts nothing.
+        lengths += of_answer if counts_last_rounds or of_answer[-1] > 1 else of_answer[:-1]
+    if not lengths:
+        return None
+    committed = (result.tokens - len(result.answers)) / counts.drafts
+    ruled_out = {
+        "layer ids": set(drafter.feature_layers) == {FINAL_FEATURES},
+        "vocabulary map": drafter.vocab.ids is None,
+    }
+    return Agreement(
+        depth=depth,
+        answers=len(answers),
+        engine_tau=committed if counts_last_rounds else 1 + counts.accepted_tokens / counts.drafts,
+        own_tau=sum(lengths) / len(lengths),
+        engine_first=counts.acceptance_by_depth[0] if counts.accepted_by_depth else None,
+        own_first=sum(length > 1 for length in lengths) / len(lengths),
+        ruled_out=tuple(cause for cause, is_out in ruled_out.items() if is_out),
+    )

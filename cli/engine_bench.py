@@ -1,0 +1,418 @@
+"""`draftsmith bench RECIPE --engine vllm|sglang|llamacpp`: the questions in that engine, with and without the drafter.
+
+For each number of concurrent questions: tokens/s, time to the first token and acceptance by depth. Greedy answers are
+compared with and without the drafter, and its acceptance with our own decoder's (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+
+from draftsmith.cli.agreement import compare_with_own_chain
+from draftsmith.cli.artifacts import NOTES, GreedyProof
+from draftsmith.cli.console import console, print_table
+from draftsmith.cli.evaluate import report_again
+from draftsmith.cli.prove import compare_answers
+from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
+from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
+from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.errors import UserError, masked
+from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.engines.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
+from draftsmith.eval.engines.llama_server import find_server, started_server
+from draftsmith.eval.engines.load_test import (
+    DEFINITIONS,
+    DRAFTING,
+    ENGINES,
+    PLAIN,
+    ArmResult,
+    EngineMeasurement,
+    measurement_file,
+    send_questions,
+    with_speedups,
+)
+from draftsmith.files import write_atomically
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.formats import exporting
+from draftsmith.models.formats.layout import drafted_tokens
+from draftsmith.models.target import loading
+from draftsmith.recipes.loading import explain, parse_yaml
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.schema import Recipe
+from draftsmith.results import write_result
+
+OPTIONS_KEY = "--engine-options"
+# Options of a server that is started here, and the engine that has them; and those of a given server.
+OF_STARTED = {"engine_options": "vllm"} | dict.fromkeys(
+    ("llama_server", "target_gguf", "dtype", "draft_tokens"), "llamacpp"
+)
+OF_GIVEN = ("plain_server", "server_model", "api_key_env")
+CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}
+ENGINE_FORMAT = "vllm"
+ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
+WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
+CPU_CACHE_BYTES = 4 << 30  # vLLM's KV cache on a CPU; for longer conversations give kv_cache_memory_bytes
+# Options with which llama-server's logits equal our fp32 target's, whatever its batch size.
+UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Options of `draftsmith bench`, as its help describes them; None: not given.
+
+    Raises:
+        UserError: The options contradict one another, or a number is invalid.
+    """
+
+    engine: str = "vllm"
+    concurrency: str | None = None
+    engine_options: str | None = None
+    server: str | None = None
+    plain_server: str | None = None
+    server_model: str | None = None
+    api_key_env: str | None = None
+    llama_server: Path | None = None
+    target_gguf: Path | None = None
+    dtype: str | None = None
+    draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in filter(self.__getattribute__, (*OF_STARTED, *OF_GIVEN)):
+            option = f"--{name.replace('_', '-')}"
+            if OF_STARTED.get(name, self.engine) != self.engine:
+                raise UserError(f"option {option} does not apply to --engine {self.engine}: leave it out")
+            if name in OF_GIVEN and self.server is None:
+                raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
+            if name in OF_STARTED and self.server is not None:
+                raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
+        text = self.concurrency
+        if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+            raise UserError(f"option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
+        if self.engine == "sglang" and self.server is None:
+            raise UserError(
+                "--engine sglang needs --server, the URL of a running server: start one with the command that "
+                "`draftsmith export --to sglang` prints and --enable-metrics"
+            )
+
+    @property
+    def name(self) -> str:
+        return ENGINES[self.engine]
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """Return the numbers of concurrent questions, ascending."""
+        return sorted({int(word) for word in (self.concurrency or CONCURRENCY[self.engine]).split(",")})
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Questions and settings that the server with the drafter and the one without share."""
+
+    recipe: Recipe
+    options: ServingOptions
+    questions: list[Question]
+    engine: EngineSetting
+
+
+@with_run_lock("bench")
+def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
+    """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
+
+    The file of a given server is `<engine>-server.json`. An existing report is written again.
+
+    Raises:
+        UserError: There is no trained drafter, the engine cannot serve it, the engine or server is missing, or an
+            option is wrong.
+    """
+    if recipe.eval.stop:
+        raise UserError(f"key `eval.stop`: engines do not get stop strings, here {recipe.eval.stop}: set eval.stop=[]")
+    tokenizer = loading.load_tokenizer(recipe.target)
+    end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
+    questions = load_questions(recipe.eval.question_sets, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
+    engine_setting = EngineSetting(recipe, tokenizer, end_ids)
+    setting = _Setting(recipe, options, questions, engine_setting)
+    notes: list[str] = []
+    with ExitStack() as stack:
+        start = _start_servers if options.engine == "vllm" else _start_llama_servers
+        opened = start(setting, notes) if options.server is None else _connect_servers(setting, notes, stack)
+        measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
+    rows = with_speedups([result.row() for result in measured])
+    notes += _count_sentences(measured)
+    place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
+    served = EngineMeasurement(place, rows, notes, len(questions), options.name)
+    # Written before the target is loaded to check the answers: a failure there must not lose the measurement.
+    file = measurement_file(recipe, options.engine, options.server is not None)
+    lines = [
+        {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
+        for each in measured
+        for answer in each.answers
+    ]
+    text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
+    write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), text)
+    write_result(file, asdict(served))
+    _check_answers(setting, measured, served)
+    write_result(file, asdict(served))
+    for headings, cells in served.tables():
+        print_table(headings, cells)
+    console.print(DEFINITIONS, style="italic")
+    for note in served.notes:
+        console.print(note, markup=False)
+    if (file.parent / NOTES).is_file():
+        report_again(recipe, show=False)
+    return served
+
+
+def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
+    recipe, options = setting.recipe, setting.options
+    engine_options = read_engine_options(options.engine_options or "{}")
+    drafter = exporting.trained_drafter(recipe)
+    exporting.check_expressible(drafter.config, ENGINE_FORMAT)
+    require_vllm("--engine vllm")
+    if max(recipe.eval.temperatures) > 0 and not torch.cuda.is_available():
+        raise UserError(
+            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: set "
+            "eval.temperatures=[0.0], or measure on a GPU"
+        )
+    exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
+    notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
+    target = loading.target_without_weights(recipe.target)
+    limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
+    length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
+    length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
+    most = max(options.concurrencies)
+    arguments = vllm_arguments(engine_options, setting.engine, length, most)
+
+    @contextmanager
+    def started(**more: Any) -> Iterator[Endpoint]:
+        with (
+            closing(VllmServer({**arguments, **more}, OPTIONS_KEY)) as server,
+            closing(Endpoint(server.url, setting.engine, is_ours=True)) as endpoint,
+        ):
+            yield endpoint
+
+    speculative = exporting.speculative_config(drafter.config, str(exported.folder.absolute()))
+    return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
+
+
+def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Export the drafter for `llama-server`, which loads the target's GGUF file. Returns contexts as above."""
+    recipe, options = setting.recipe, setting.options
+    program = find_server(options.llama_server)
+    if program is None:
+        raise UserError(
+            "llama-server was not found on PATH: build it with `make llamacpp-env`, or name it with --llama-server"
+        )
+    exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
+    trained, drafted = exported.made.num_speculative_tokens, options.draft_tokens
+    length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
+    file, most = Path(exported.made.target), max(options.concurrencies)
+    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {trained} tokens.")
+    exactly = UNROUNDED if options.dtype == "f32" else ()
+
+    @contextmanager
+    def started(*drafting: str) -> Iterator[Endpoint]:
+        threads = ("-t", torch.get_num_threads())
+        how: tuple[Any, ...] = (length + (drafted or trained) + 1, "--metrics", *threads, *exactly, *drafting)
+        with (
+            started_server(program, file, *how, at_once=most) as (url, _),
+            closing(LlamaEndpoint(url, setting.engine, is_ours=True)) as endpoint,
+        ):
+            yield endpoint
+
+    words = shlex.split(exported.made.command)
+    words = words[words.index("--model-draft") :]
+    if drafted is not None:
+        words[words.index("--spec-draft-n-max") + 1] = str(drafted)
+    return {PLAIN: started(), DRAFTING: started(*words)}
+
+
+def read_engine_options(text: str) -> VllmOptions:
+    """Parse the options of a vLLM server that is started, a YAML mapping `{key: value, ...}`.
+
+    Raises:
+        UserError: The text is no mapping, has a key that is no option of vLLM, or asks for several copies of the
+            target.
+    """
+    try:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")
+    try:
+        options = VllmOptions.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(VllmOptions, error, OPTIONS_KEY)) from None
+    if options.data_parallel_size not in (None, 1):
+        raise UserError(
+            f"option {OPTIONS_KEY}: data_parallel_size={options.data_parallel_size} is for distillation; one copy of "
+            "the target is measured: leave it out"
+        )
+    return options
+
+
+def vllm_arguments(
+    options: VllmOptions, setting: EngineSetting, length_tokens: int, max_concurrency: int
+) -> dict[str, Any]:
+    """Return the arguments of `VllmServer`; those that the user did not set are sized for these questions.
+
+    Args:
+        length_tokens: Length of the longest conversation, with room for a draft.
+        max_concurrency: Largest number of concurrent requests.
+    """
+    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": max_concurrency, "data_parallel_size": 1}
+    if not torch.cuda.is_available():
+        sized |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    chosen = {key: value for key, value in sized.items() if key not in options.model_fields_set}
+    return server_arguments(options.model_copy(update=chosen), setting)
+
+
+def _connect_servers(
+    setting: _Setting, notes: list[str], stack: ExitStack
+) -> dict[str, AbstractContextManager[Endpoint]]:
+    """Connect to both given servers before anything is measured, so that errors show early."""
+    options = setting.options
+    opened: dict[str, AbstractContextManager[Endpoint]] = {}
+    for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
+        if url is not None:
+            arguments = (url, setting.engine, options.server_model, options.api_key_env)
+            endpoint = ENDPOINTS[options.engine](*arguments)
+            opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
+    if options.plain_server is None:
+        notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
+    if max(setting.recipe.eval.temperatures) > 0 and options.engine == "vllm":
+        notes.append("A vLLM 0.32 server on a CPU samples from a wrong distribution at temperatures above 0.")
+    return opened
+
+
+def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[ArmResult]:
+    """Measure every temperature and concurrency in one server, whose prefix cache is emptied before each, if it can be.
+
+    Raises:
+        UserError: The server given as `--plain-server` drafts, the one given as `--server` does not, or no question
+            was answered.
+    """
+    choices, options, tokenizer = setting.recipe.eval, setting.options, setting.engine.tokenizer
+    seed = setting.recipe.seed
+    with opened as endpoint:
+        warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
+        warmed = send_questions(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
+        if options.server is not None and arm == PLAIN and warmed.counts.drafts:
+            raise UserError(
+                f"option --plain-server: {options.plain_server} drafts: give a server of the target without a drafter"
+            )
+        could_draft = arm != PLAIN and any(len(answer.ids) > 1 for answer in warmed.answers)
+        if options.server is not None and could_draft and not warmed.counts.drafts:
+            raise UserError(
+                f"option --server: {options.server} does not draft: start it with the command that `draftsmith export` "
+                "prints"
+            )
+        for temperature in choices.temperatures:
+            settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
+            for concurrency in options.concurrencies:
+                endpoint.forget_prompts()
+                result = send_questions(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
+                if not result.answers:
+                    reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
+                    raise UserError(f"{options.name} {arm} answered no question ({reasons})")
+                yield result
+
+
+def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineMeasurement) -> None:
+    """Compare greedy answers with and without the drafter, and the drafter's acceptance with our own loop's.
+
+    The figures and sentences are added to the measurement.
+    """
+    greedy = {(result.concurrency, result.arm): result for result in measured if result.temperature == 0}
+    pairs = [
+        (greedy[concurrency, PLAIN], result)
+        for (concurrency, arm), result in greedy.items()
+        if arm != PLAIN and (concurrency, PLAIN) in greedy
+    ]
+    folder = RunFolder(setting.recipe).drafter
+    drafted = [result for result in greedy.values() if result.arm != PLAIN and result.counts.drafts]
+    is_trained = (folder / "config.json").is_file()
+    target = loading.load_target(setting.recipe.target)[0] if pairs or (drafted and is_trained) else None
+    if target is not None:
+        compared = [_compare_greedy(setting, target, *pair, served) for pair in pairs]
+        proofs = [proof for proof in compared if proof is not None]
+        served.greedy = [asdict(proof) for proof in proofs]
+        served.notes += _greedy_sentences(proofs)
+    if target is not None and drafted and is_trained:
+        agreement = compare_with_own_chain(
+            drafted[0], target, load_drafter(folder, target), counts_last_rounds=setting.options.engine != "llamacpp"
+        )
+        if agreement is not None:
+            served.own_chain = asdict(agreement)
+            served.notes.append(agreement.sentence(served.engine))
+
+
+def _compare_greedy(
+    setting: _Setting, target: PreTrainedModel, plain: ArmResult, drafting: ArmResult, served: EngineMeasurement
+) -> GreedyProof | None:
+    """Compare the answers to the turns with the same prompt; None, and a sentence, where rounding proves nothing."""
+    expected, actual = ({f"{a.question_id}/{a.turn}": a for a in result.answers} for result in (plain, drafting))
+    same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
+    prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
+    answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
+    name = f"{drafting.arm}, concurrency {drafting.concurrency}"
+    if answers[0] == answers[1]:
+        return GreedyProof(name, len(same), sum(map(len, answers[1].values())))
+    if setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
+        # llama.cpp's rounding is not our target's, so that ties cannot be recognised.
+        equal = sum(answers[0][key] == answers[1][key] for key in same)
+        served.notes.append(
+            f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
+            "--dtype f32 and a target in F32 it does not, and every answer can be proven."
+        )
+        return None
+    longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
+    with TargetSession(target, longest) as session:
+        return compare_answers(target, session, name, prompts, *answers)
+
+
+def _same_sentence(name: str, same: int, prompts: int) -> str:
+    return f"Greedy, {name}: {same} of {prompts} answers are the same with the drafter."
+
+
+def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
+    """Describe the differences one by one, and whether each is a numerical tie."""
+    sentences = []
+    for proof in proofs:
+        sentences.append(_same_sentence(proof.method, proof.prompts - len(proof.divergences), proof.prompts))
+        for each in proof.divergences:
+            why = "a numerical tie" if each.is_tie else "NO TIE"
+            sentences.append(
+                f"  question {each.question_id} differs at token {each.position}: {why} (the two largest logits are "
+                f"{each.gap:.2g} apart, known to {each.noise:.2g})"
+            )
+    return sentences
+
+
+def _count_sentences(measured: list[ArmResult]) -> list[str]:
+    """Describe where the engine's counters include other requests, which requests failed and what was left out."""
+    sentences = []
+    for result in measured:
+        if result.counts.generated_tokens != result.tokens:
+            sentences.append(
+                f"{result.label}: the engine counted {result.counts.generated_tokens} generated tokens, our answers "
+                f"have {result.tokens}, so its counters include other requests (of other clients, or failed ones)."
+            )
+        sentences += [f"{result.label}: {count} failed ({reason})." for reason, count in result.failures.items()]
+    left_out = max(result.turns_left_out for result in measured)
+    return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])

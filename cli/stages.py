@@ -1,0 +1,202 @@
+"""The stages that several commands run, in their order. Each can be run again; finished work is not repeated.
+
+Each prints a summary and returns it as figures for `--json`.
+
+Each imports its modules when it runs, so that `--help` and a mistyped recipe respond immediately.
+"""
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.prompt import Confirm
+
+from draftsmith.cli.console import console, heading
+from draftsmith.errors import UserError
+from draftsmith.files import check_writable, read_json
+from draftsmith.progress import is_quiet
+from draftsmith.recipes.loading import first_stage, shipped_folder
+from draftsmith.recipes.run_folder import RunFolder, is_first_process
+from draftsmith.recipes.schema import Recipe
+
+# Keys of the data section that do not change the distilled conversations.
+NOT_OF_THE_DATA = {
+    "packing",
+    "tokenize_processes",
+    "eval_rows_frac",
+    "train_answer_tokens",
+    "features",
+    "loops",
+    "reasoning",
+}
+
+
+def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
+    """Generate the target's answers to the conversations, then tokenise them: writes `data/shards`, `data/tokens`."""
+    from draftsmith.data.card.card import write_data_card
+    from draftsmith.data.distill.distill import distill
+    from draftsmith.data.distill.limits import target_limits
+    from draftsmith.data.distill.token_dataset import build_token_dataset
+    from draftsmith.data.engines.engine import check_engine
+    from draftsmith.data.tokens.templates import missing_header_sentence
+    from draftsmith.models.base.registry import check_drafter
+    from draftsmith.models.target.loading import load_target_config, load_tokenizer, weights_hash
+
+    if recipe.data.distill.engine != "none":
+        check_engine(recipe)
+    sources = ", ".join(source.label for source in recipe.data.conversations.sources)
+    answering = recipe.answering_target
+    heading("1 distil", f"{answering.model} answers {sources}")
+    folder = RunFolder(recipe)
+    check_writable(folder.data)
+    folder.stages()
+    # Checked before anything expensive: targets that training does not support.
+    check_drafter(recipe.drafter.kind, load_target_config(recipe.target), recipe.drafter.options)
+    tokenizer = load_tokenizer(recipe.target)
+    if answering is not recipe.target:
+        as_is = answering.model_copy(update={"chat_template": tokenizer.chat_template, "chat_template_kwargs": {}})
+        if load_tokenizer(as_is).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
+                "name a copy of the target"
+            )
+    if without_header := missing_header_sentence(tokenizer):
+        console.print(f"warning: {without_header}", markup=False)
+
+    weights, limits = weights_hash(answering), target_limits(load_target_config(answering))
+    report = distill(recipe, tokenizer, folder, weights, retry_failed, limits=limits)
+    console.print(report.sentence(), markup=False)
+    if report.left:  # to the launch's other processes
+        return {"conversations": report.as_json()}
+    tokens = build_token_dataset(recipe, tokenizer, folder, report.ids)
+    console.print(tokens.sentence(), markup=False)
+    write_data_card(recipe, report.sources, tokenizer, weights)
+    folder.record("distill")
+    return {"conversations": report.as_json(), "tokens": asdict(tokens)}
+
+
+def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
+    """Write the target's hidden states to `features/`, after printing their size and, unless `confirmed`, asking.
+
+    Raises:
+        UserError: The size was not accepted, or does not fit on the disk.
+    """
+    from draftsmith.train.features.write import project_features, write_features
+
+    heading("features", f"of {recipe.target.model} for a {recipe.drafter.kind} drafter")
+    check_writable(RunFolder(recipe).features)
+    RunFolder(recipe).stages()
+    projection = project_features(recipe)
+    console.print(projection.sentence(), markup=False)
+    figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
+    if not projection.missing:
+        return {**figures, "written_bytes": 0}
+    projection.check_disk_space()
+    if not confirmed and (is_quiet() or not sys.stdin.isatty()):
+        raise UserError(
+            f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "
+            "... --yes`"
+        )
+    try:
+        accepted = confirmed or Confirm.ask("Write them?", console=console)
+    except EOFError:
+        accepted = False
+    if not accepted:
+        raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
+    report = write_features(recipe, projection)
+    console.print(report.sentence(), markup=False)
+    if is_first_process():
+        RunFolder(recipe).record("features")
+    return {**figures, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
+
+
+def run_train(recipe: Recipe) -> dict[str, Any]:
+    """Train the drafter on the token dataset: writes `drafter/`."""
+    from draftsmith.train.drafter.stage import train_drafter
+
+    heading("2 train", f"{recipe.drafter.kind} drafter")
+    report = train_drafter(recipe)
+    console.print(report.sentence(), markup=False)
+    return report.as_json()
+
+
+def launch_training(recipe: Recipe, file: str, overrides: Sequence[str], processes: int) -> dict[str, Any]:
+    """Train in several processes of this machine, by `accelerate launch` with DDP; return the training's figures.
+
+    Args:
+        file: File or name of the recipe.
+
+    Raises:
+        typer.Exit: Training failed, which it has reported.
+    """
+    from accelerate.commands import launch
+    from torch import cuda
+
+    from draftsmith.train.drafter.report import TrainReport
+
+    config = shipped_folder() / "accelerate" / ("multi_gpu.yaml" if cuda.is_available() else "cpu_x2.yaml")
+    command = [sys.executable, "-m", launch.__name__, "--config_file", str(config), "--num_processes", str(processes)]
+    with subprocess.Popen([*command, "-m", "draftsmith.train.train_parallel", file, *overrides]) as process:
+        try:
+            code = process.wait()
+        except BaseException:  # Ctrl-C and SIGTERM: the step is finished and saved
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    if code != 0:
+        raise typer.Exit(code)
+    return TrainReport.read(RunFolder(recipe).drafter, was_finished=False).as_json()
+
+
+def make_drafter(recipe: Recipe) -> dict[str, Any]:
+    """Run every stage before the measurement; the features stage only if `data.features.source` is offline.
+
+    If `drafter.init` names a recipe, its drafter is trained first, on the same conversations.
+    """
+    first = first_stage(recipe)
+    if first is not None and RunFolder(first).data.exists():  # data of other settings is an error before any work
+        make_drafter(first)
+        reuse_data(recipe, [first])
+        first = None
+    made = {"distill": run_distill(recipe)}
+    if first is not None:
+        reuse_data(first, [recipe])
+        make_drafter(first)
+    if recipe.data.features.source == "offline":
+        made["features"] = run_features(recipe)
+    return {**made, "train": run_train(recipe)}
+
+
+def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
+    """Copy the distilled conversations of another recipe with equal data settings, if this run has none yet."""
+    folder = RunFolder(recipe).data
+    if folder.exists():
+        return
+    for other in recipes:
+        source = RunFolder(other).data
+        data, others_data = (each.data.model_dump(exclude=NOT_OF_THE_DATA) for each in (recipe, other))
+        same = (others_data, other.seed, other.target) == (data, recipe.seed, recipe.target)
+        if same and other is not recipe and (source / "tokens").is_dir():
+            partial = folder.with_name("data.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            partial.replace(folder)
+            return
+
+
+def run_eval(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
+    """Measure the drafter against the autoregressive loop: writes `eval/`, `report.{md,html}`. Returns the summary."""
+    from draftsmith.cli.evaluate import evaluate
+
+    heading("3 measure", f"{recipe.eval.runs} runs, every question also with the autoregressive baseline")
+    return evaluate(recipe, command, processes)
+
+
+def measured_result(recipe: Recipe) -> dict[str, Any]:
+    """Read the result that `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
+    return read_json(RunFolder(recipe).eval / "result.json", dict[str, Any], "run `draftsmith report` again")

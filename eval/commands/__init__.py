@@ -1,7 +1,0 @@
-"""The commands of the command line.
-
-`cli` defines every command with its options, `console` prints and writes `--json`, `stages` runs stages that several
-commands share, `artifacts` reads and writes the files that commands store for one another. The longer commands have a
-separate file each (`evaluate`, `bench` with `agreement`, `compare`, `doctor`, `tune`, `prove`, `push`; `chat` and
-`demo` in the terminal). May import everything.
-"""

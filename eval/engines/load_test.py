@@ -1,0 +1,261 @@
+"""Send every question to an engine at a given concurrency, and compute the figures of its answers.
+
+A turn is sent as soon as the previous answer is complete. Prompts and histories are built as in
+`eval/bench/spec_bench.py`, so that the same answers give the same prompts.
+
+tau                   1 + accepted / drafts, over all drafts together, as vLLM logs it
+tau_committed         tokens committed per draft, without tokens accepted past an answer's end: our own decoder's tau
+acceptance_by_depth   share of all drafts whose token at depth 1, 2, ... was accepted
+tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
+first_token_s         median over answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.questions import Question
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, request_seed
+from draftsmith.eval.engines.endpoint import DraftCounts, Endpoint, TimedAnswer
+from draftsmith.eval.report.text import milliseconds, number
+from draftsmith.files import read_json
+from draftsmith.progress import progress_bar
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+PLAIN, DRAFTING = "without drafter", "with drafter"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
+DEFINITIONS = (
+    "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
+    "accepted past an answer's end, which is draftsmith's tau. Accepted at depth 1, 2, ...: share of drafts whose "
+    "token was accepted. concurrency: concurrent questions; first token: median over answers."
+)
+
+
+@dataclass(frozen=True)
+class TurnAnswer(TimedAnswer):
+    """The answer to one turn, with its prompt and times."""
+
+    question_id: int | str
+    turn: int
+    prompt_ids: list[int]
+
+
+@dataclass
+class LoadTestRow:
+    """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
+
+    failures: number of failed answers by reason.
+    """
+
+    arm: str
+    temperature: float
+    concurrency: int
+    tokens_per_s: float | None
+    first_token_s: float | None
+    tau: float | None
+    tau_committed: float | None
+    acceptance_by_depth: list[float]
+    speedup: float | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+    answers: int = 0
+    turns_left_out: int = 0
+    tokens: int = 0
+    wall_time_s: float = 0.0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Return the cells of the tables by heading."""
+        return {
+            "arm": self.arm,
+            "T": f"{self.temperature:g}",
+            "concurrency": str(self.concurrency),
+            "tokens/s": number(self.tokens_per_s, 1),
+            "speedup": number(self.speedup),
+            "first token, ms": milliseconds(self.first_token_s, 1),
+            "failed": str(sum(self.failures.values())),
+            "tau": number(self.tau),
+            "committed": number(self.tau_committed),
+            "accepted at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
+        }
+
+
+CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "first token, ms", "failed")
+DRAFTS = ("arm", "T", "concurrency", "tau", "committed", "accepted at depth")
+
+
+@dataclass
+class EngineMeasurement:
+    """Result of a measurement in an engine.
+
+    place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
+    with and without the drafter. own_chain: figures of `agreement.py`.
+    """
+
+    place: str
+    rows: list[LoadTestRow]
+    notes: list[str]
+    questions: int = 0
+    engine: str = ENGINES["vllm"]
+    greedy: list[dict[str, Any]] = field(default_factory=list)
+    own_chain: dict[str, Any] | None = None
+    definitions: ClassVar[str] = DEFINITIONS
+
+    def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+        """Return headings and cells of two tables: times, and drafts."""
+        shown = ((CLOCK, self.rows), (DRAFTS, [row for row in self.rows if row.arm != PLAIN]))
+        return [
+            (headings, [[row.cells[name] for name in headings] for row in rows]) for headings, rows in shown if rows
+        ]
+
+
+def load_engine_measurements(recipe: Recipe) -> list[EngineMeasurement]:
+    """Read the results of earlier measurements in engines.
+
+    Raises:
+        UserError: A file is damaged.
+    """
+    files = [(name, measurement_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
+    way_out = "delete {} and run `draftsmith bench --engine {}` again"
+    return [
+        read_json(file, EngineMeasurement, way_out.format(file.name, name), "figures")
+        for name, file in files
+        if file.is_file()
+    ]
+
+
+def measurement_file(recipe: Recipe, engine: str, given: bool) -> Path:
+    """Return the file of a measurement in an engine.
+
+    Args:
+        given: The servers were given by URL, not started for the measurement.
+    """
+    return RunFolder(recipe).eval / f"{engine}{'-server' if given else ''}.json"
+
+
+@dataclass
+class ArmResult:
+    """Answers of one arm to all questions, at one temperature and concurrency.
+
+    failures: number of failed answers by reason.
+    """
+
+    arm: str
+    temperature: float
+    concurrency: int
+    answers: list[TurnAnswer] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    turns_left_out: int = 0
+    wall_time_s: float = 0.0
+    counts: DraftCounts = field(default_factory=DraftCounts)
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.ids) for answer in self.answers)
+
+    def row(self) -> LoadTestRow:
+        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
+        counts, tokens = self.counts, self.tokens
+        first = [answer.first_token_s for answer in self.answers]
+        return LoadTestRow(
+            arm=self.arm,
+            temperature=self.temperature,
+            concurrency=self.concurrency,
+            tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
+            first_token_s=statistics.median(first) if first else None,
+            tau=counts.tau,
+            tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
+            acceptance_by_depth=counts.acceptance_by_depth,
+            failures=dict(self.failures),
+            answers=len(self.answers),
+            turns_left_out=self.turns_left_out,
+            tokens=tokens,
+            wall_time_s=self.wall_time_s,
+            drafts=counts.drafts,
+            drafted_tokens=counts.drafted_tokens,
+            accepted_tokens=counts.accepted_tokens,
+        )
+
+
+def send_questions(
+    endpoint: Endpoint,
+    tokenizer: Any,
+    questions: list[Question],
+    settings: GenerationSettings,
+    seed: int,
+    concurrency: int,
+    arm: str = "",
+) -> ArmResult:
+    """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
+
+    Args:
+        concurrency: Number of conversations in flight.
+        arm: Name of the measured arm; without one no progress bar is drawn.
+
+    Raises:
+        UserError: The engine cannot continue.
+    """
+    result = ArmResult(arm, settings.temperature, concurrency)
+
+    async def converse(question: Question) -> None:
+        history: list[Turn] = []
+        for turn, text in enumerate(question.turns):
+            history.append(Turn("user", text))
+            prompt_ids = prompt_token_ids(tokenizer, history)
+            most = settings.max_new_tokens
+            room = most if endpoint.max_length_tokens is None else endpoint.max_length_tokens - len(prompt_ids)
+            if room < min(most, FEWEST_NEW_TOKENS):
+                result.turns_left_out += len(question.turns) - turn
+                return
+            own_seed = request_seed(seed, 0, question.question_id, turn, f"engine@{settings.temperature:g}")
+            bounded = replace(settings, max_new_tokens=min(most, room))
+            answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, [], bounded, own_seed))
+            if isinstance(answer, Failure):
+                result.failures[answer.reason] += 1
+                return
+            times_s = answer.first_token_s, answer.rest_s
+            result.answers.append(TurnAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
+            history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
+
+    async def work(waiting: Iterator[Question]) -> None:
+        for question in waiting:
+            await converse(question)
+            progress.update()
+
+    async def all_of() -> None:
+        waiting = iter(questions)
+        await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
+
+    before = endpoint.counts()
+    with progress_bar(len(questions), result.label, "question", shown=bool(arm)) as progress:
+        started = time.perf_counter()
+        endpoint.run(all_of())
+        result.wall_time_s = time.perf_counter() - started
+    result.counts = endpoint.counts(before.generated_tokens + result.tokens) - before
+    return result
+
+
+def with_speedups(rows: list[LoadTestRow]) -> list[LoadTestRow]:
+    """Set `speedup`: tokens per second over the plain arm's at the same temperature and concurrency."""
+    plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
+    for row in rows:
+        base = plain.get((row.temperature, row.concurrency))
+        row.speedup = row.tokens_per_s / base if row.arm != PLAIN and base and row.tokens_per_s else None
+    return rows

@@ -1,0 +1,62 @@
+"""An engine that drafts as we do accepts what we accept; one that does not is named, with its likely causes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter_of, tiny_target
+
+from draftsmith.cli.agreement import Agreement, compare_with_own_chain
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.engines.endpoint import DraftCounts
+from draftsmith.eval.engines.load_test import ArmResult, TurnAnswer
+from draftsmith.eval.methods.drafter import build_tree_drafter
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.schema import MethodConfig
+
+PROMPTS, NEW_TOKENS, DEPTH = ([5, 9, 33], [7, 8, 12, 40]), 24, 2
+
+
+def engine_result(target: Any, drafter: Any) -> tuple[ArmResult, float]:
+    """Return what an engine would report that decodes with our own loop, and the loop's tau."""
+    result, lengths, depths, committed = ArmResult("with drafter", 0.0, 1), [], [], 0
+    for number, prompt in enumerate(PROMPTS):
+        with TargetSession(target, 64) as session:
+            session.read_layers(drafter.feature_layers)
+            chain = build_tree_drafter(MethodConfig(name="chain", max_depth=DEPTH), drafter.decoder(64), Sampling())
+            answer = generate(session, chain, prompt, Sampling(), NEW_TOKENS)
+        result.answers.append(TurnAnswer(answer.ids, 0.1, 0.1, number, 0, prompt))
+        lengths += answer.draft_lengths
+        depths += [DEPTH] * answer.rounds  # an engine drafts for the last token too
+        committed += sum(answer.accept_lengths)
+    result.counts = DraftCounts.of_rounds(lengths, depths)
+    return result, committed / len(lengths)
+
+
+def test_our_own_chain_is_replayed_exactly() -> None:
+    torch.manual_seed(0)
+    target = tiny_target()
+    drafter = tiny_drafter_of("draft_model", target).freeze()
+    result, tau = engine_result(target, drafter)
+    found = compare_with_own_chain(result, target, drafter, counts_last_rounds=True)
+    assert found is not None
+    assert (found.depth, found.answers, tau > 1.1) == (DEPTH, len(PROMPTS), True)
+    assert found.own_tau == pytest.approx(tau)
+    assert found.engine_tau == pytest.approx(tau)
+    assert found.own_first == pytest.approx(found.engine_first)
+    begins = f"Accepts here what it accepts there: a chain of 2 draft tokens commits {tau:.3f}"
+    assert found.sentence("vLLM").startswith(begins)
+    assert compare_with_own_chain(replace(result, counts=DraftCounts()), target, drafter, True) is None
+
+
+def test_a_difference_names_causes_that_are_left() -> None:
+    """A drafter of the final layer and all tokens has neither layer ids nor a map; an equal depth 1 leaves two."""
+    apart = Agreement(4, 24, 2.0, 2.5, 0.5, 0.6, ("layer ids", "vocabulary map"))
+    sentence = apart.sentence("vLLM")
+    assert "likely causes: norms, sample_from_anchor, RoPE; ruled out: layer ids, vocabulary map." in sentence
+    assert "(20.0% apart)" in sentence
+    deeper = replace(apart, engine_first=0.6, ruled_out=()).sentence("vLLM")
+    assert "likely causes: sample_from_anchor, RoPE; ruled out: layer ids, norms, vocabulary map." in deeper
+    assert replace(apart, engine_tau=2.46).sentence("vLLM").startswith("Accepts here what it accepts there")

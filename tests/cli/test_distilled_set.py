@@ -1,0 +1,188 @@
+"""A distilled set as a thing of its own: what `push --data` writes trains the same drafter as the run it came from."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from huggingface_hub import DatasetCard
+from support.fake_hub import TOKEN, USER, FakeHub, Repo, hub
+from support.tiny_runs import (
+    SMALL_VOCABULARY,
+    have_equal_weights,
+    recipe_file,
+    recipe_in,
+    save_small_target,
+    save_tokenizer,
+)
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from draftsmith.cli.main import app
+from draftsmith.cli.stages import run_distill, run_train
+from draftsmith.data.distill.ledger import LedgerView
+from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
+from draftsmith.data.sources.conversation import ID_HEX_DIGITS
+from draftsmith.errors import UserError
+from draftsmith.files import file_sha256
+from draftsmith.models.target.loading import weights_hash
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+__all__ = ["hub"]  # fixtures
+DISTILL = {"temperature": 0.8, "top_k": 9, "max_new_tokens": 5, "cut_answers": "keep"}
+
+
+def recipe_of(folder: Path, name: str, source: str, engine: str = "none", **data: Any) -> Recipe:
+    conversations = {"source": source, "decontaminate": []}
+    distill = {**DISTILL, "engine": engine}
+    data = {"conversations": conversations, "distill": distill, "max_length_tokens": 40, **data}
+    return recipe_in(folder, name, data=data, train={"max_steps": 2, "save_steps": 2})
+
+
+def call(command: str, recipe: Recipe, *arguments: str) -> Result:
+    result = CliRunner().invoke(app, [command, recipe_file(recipe), *arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 24 prompts of one and two turns, distilled, trained, and pushed into `runs/own/hub_data`."""
+    folder = tmp_path_factory.mktemp("whole")
+    save_small_target(folder / "target")
+    turns = [[f"w{n} w{n + 1}"] + [f"w{n}"] * (n % 2) for n in range(4, 28)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
+    own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
+    run_distill(own)
+    run_train(own)
+    call("push", own, "--data", "--dry-run", "--license", "cc0-1.0", "--base-model", "org/llm")
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def lines_of(recipe: Recipe) -> dict[str, Any]:
+    records = LedgerView(RunFolder(recipe).data).records()
+    return {line.pop("id")[:ID_HEX_DIGITS]: {**line, "source": ""} for line in records}
+
+
+def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
+    """Of answers of which some have no end; from the pushed folder, and from the run's own data."""
+    own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
+    expected, lines = tokens_hash(load_tokens(RunFolder(own), "own")), lines_of(own)
+    reasons = [line["reason"] for line in lines.values()]
+    assert 0 < reasons.count(None) < len(reasons) > 15
+    for source in ("hub_data", "data"):
+        again = recipe_of(folder, source, str(folder / "runs" / "own" / source))
+        report = run_distill(again)["conversations"]
+        assert (lines_of(again), report["kept"]) == (lines, len(lines))
+        assert list(report["sources"]) == [source]
+        assert tokens_hash(load_tokens(RunFolder(again), source)) == expected
+        if source == "hub_data":
+            run_train(again)
+            assert have_equal_weights(own, again)
+
+
+def test_the_card(folder: Path) -> None:
+    own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
+    place = RunFolder(own).root / "hub_data"
+    shard, card = place / "shards" / "00001.jsonl", DatasetCard.load(place / "README.md")
+    assert {f.relative_to(place).as_posix() for f in place.rglob("*") if f.is_file()} == {
+        "README.md", "card.json", "shards/00001.jsonl",
+    }  # fmt: skip
+    values, lines = card.data.to_dict(), [json.loads(line) for line in shard.read_text().splitlines()]
+    stated = values["distilled"]
+    assert (values["license"], stated["answered_by"], stated["target"]["revision"]) == (["cc0-1.0"], "org/llm", None)
+    assert stated["target"]["weights"] == stated["weights"] == weights_hash(own.target)
+    assert {key: stated[key] for key in DISTILL} == DISTILL
+    assert (stated["conversations"], stated["files_sha256"]) == (len(lines), {"shards/00001.jsonl": file_sha256(shard)})
+    # No template rewrites answers here, and none is too long: every generated token carries loss.
+    assert stated["answer_tokens"] == sum(len(ids) for line in lines for ids in line["answer_ids"])
+    assert len(stated["chat_template_sha256"]) == 64
+    assert "| prompts | cc0-1.0 |" in card.text
+    for file in ("README.md", "card.json"):
+        assert str(folder.parent) not in (place / file).read_text()
+
+
+def other_target(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / "target")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
+    model.save_pretrained(folder / "target")
+
+
+def other_template(folder: Path) -> None:
+    save_tokenizer(folder / "target", SMALL_VOCABULARY, "{% for m in messages %}w9 {{ m.content }} {% endfor %}")
+
+
+def other_file(folder: Path) -> None:
+    file = folder / "runs" / "own" / "hub_data" / "shards" / "00001.jsonl"
+    file.write_text(file.read_text().replace("[", "[ ", 1))
+
+
+def other_engine(folder: Path) -> None:
+    card = folder / "runs" / "own" / "hub_data" / "card.json"
+    values = json.loads(card.read_text())
+    card.write_text(json.dumps({**values, "engine": {"engine": "none"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (other_target, r"hub_data has the answers of org/llm \(weights \w+\), and target\.model is target \(weights"),
+        (other_template, r"org/llm answered with another chat template \(SHA-256 \w{16}\) than this target has"),
+        (other_file, r"00001\.jsonl has another hash than in .*card\.json"),
+        (other_engine, r"its answers are not a target's, as it was made with data\.distill\.engine none itself"),
+    ],
+)
+def test_what_is_refused(change: Any, sentence: str, folder: Path) -> None:
+    change(folder)
+    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"))
+    with pytest.raises(UserError, match=sentence):
+        run_distill(recipe)
+    assert not (RunFolder(recipe).data / "shards").exists()
+
+
+def test_another_target_answers_the_prompts(folder: Path) -> None:
+    other_target(folder)
+    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"), "transformers")
+    assert run_distill(recipe)["conversations"]["answers"] > 0
+    answers = []
+    for each in (recipe, recipe_of(folder, "own", "")):
+        lines = lines_of(each).values()
+        answers.append({line["messages"][0]["content"]: line["answer_ids"][0] for line in lines})
+    both = answers[0].keys() & answers[1].keys()
+    assert len(both) > 10
+    assert all(answers[0][prompt] != answers[1][prompt] for prompt in both)
+
+
+def test_answers_of_nobody_are_not_pushed(folder: Path) -> None:
+    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"))
+    run_distill(recipe)
+    result = CliRunner().invoke(app, ["push", recipe_file(recipe), "--data", "--dry-run"])
+    assert result.exit_code == 2
+    assert "data holds its sources' own answers (data.distill.engine: none), not the target's" in result.output
+
+
+def test_by_way_of_the_hub(folder: Path, hub: FakeHub) -> None:
+    """Under the target's name; the licence is that of the prompts' card, unknown without one."""
+    own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
+    result = call("push", own, "--data")
+    name = f"{USER}/target-distilled"
+    assert f"data.distill.engine=none data.conversations.source={name}" in result.output
+    assert set(hub.files(name)) == {"README.md", "card.json", "shards/00001.jsonl"}
+    assert b"license:\n- unknown" in hub.files(name)["README.md"]
+    assert TOKEN.encode() not in b"".join(hub.files(name).values())
+    again = recipe_of(folder, "again", name)
+    run_distill(again)
+    assert lines_of(again) == lines_of(own)
+    hub.repos["org/other"] = Repo(private=True)
+    hub.repos["org/other"].commit({"data.csv": b"x"})
+    refused = CliRunner().invoke(app, ["push", recipe_file(own), "--data", "--repo", "org/other"])
+    assert "org/other exists and holds no distilled set (data.csv)" in refused.output

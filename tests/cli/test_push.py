@@ -1,0 +1,223 @@
+"""`draftsmith push`: it uploads the run's drafter, nothing local, and resumes after every failure."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file
+from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
+from support.finished_run import FinishedRun
+
+from draftsmith.cli.push import default_name, get_license
+from draftsmith.models.base.registry import check_as_trained, drafter_kinds, read_drafter
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.schema import Recipe
+
+__all__ = ["hub"]  # fixtures
+REPO = f"{USER}/target-parallelspec"
+
+
+def staged(finished: FinishedRun) -> dict[str, bytes]:
+    folder = finished.root / "hub"
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def test_dry_run_sends_nothing_and_lists_all_files(finished: FinishedRun, hub: FakeHub) -> None:
+    """No file contains a local path."""
+    result = finished.done("push", "--dry-run", f"train.run_name=train.hub_token={TOKEN}")
+    assert "The target's card names no licence, so the drafter's has none: --license sets one" in result.output
+    assert not hub.calls
+    files = staged(finished)
+    assert set(files) == {
+        *["README.md", "config.json", "model.safetensors", "recipe.yaml", "training.json"],
+        *["eval/proof.json", "eval/result.json"],
+    }
+    assert f"YOU/target-parallelspec: {len(files)} files" in result.output
+    for name in files:
+        assert name in result.output
+    assert files["model.safetensors"] == (finished.root / "drafter" / "model.safetensors").read_bytes()
+    for name, data in files.items():
+        for private in (str(finished.folder), str(finished.folder.parent), str(Path.home()) + "/", TOKEN, "/tmp/"):
+            assert private.encode() not in data, (name, private)
+    assert json.loads(files["config.json"])["target_name_or_path"] == ".../target"
+
+
+def test_weights_are_pushed_in_half_precision(finished: FinishedRun, hub: FakeHub) -> None:
+    """Their hashes are updated, so the folder is a valid drafter; the run's own drafter is unchanged."""
+    finished.done("push", "--dry-run", "--dtype", "bfloat16")
+    assert not hub.calls
+    halved, whole = (load_file(finished.root / name / "model.safetensors") for name in ("hub", "drafter"))
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    for name, value in whole.items():
+        assert torch.equal(halved[name], value.bfloat16() if value.is_floating_point() else value)
+    assert read_drafter(finished.root / "hub", "auto").dtype == torch.bfloat16
+    check_as_trained(finished.root / "drafter")
+
+
+def test_handwritten_files_are_checked_for_local_paths(finished: FinishedRun, hub: FakeHub) -> None:
+    card = finished.root / "drafter" / "README.md"
+    card.write_text(f"# Mine\nTrained in {finished.root}/drafter.\n")
+    assert "README.md contains a folder of this machine" in finished.error("push")
+    card.write_text(f"# Mine\n{TOKEN}\n")
+    assert "README.md contains your token" in finished.error("push")
+    assert not hub.repos
+    card.write_text("# Mine\n")
+    finished.done("push")
+    assert hub.files(REPO)["README.md"] == b"# Mine\n"
+
+
+def test_card_has_the_measured_figures(finished: FinishedRun, hub: FakeHub) -> None:
+    finished.done("push", "--dry-run", "--repo", "me/mine", "--license", "mit")
+    card = ModelCard.load(finished.root / "hub" / "README.md")
+    values = card.data.to_dict()
+    assert values["license"] == "mit"
+    assert {"speculative-decoding", "draft-model", "parallel", "arxiv:2410.05589"} <= set(values["tags"])
+    (index,) = yaml.safe_load((finished.root / "hub" / "README.md").read_text().split("---")[1])["model-index"]
+    assert index["name"] == "mine"
+    assert index["results"][0]["dataset"] == {"name": "2 questions of questions", "type": "questions"}
+    for told in ("`draftsmith run recipe.yaml`", "## Is it lossless?"):
+        assert told in card.text
+    recipe = load_recipe(finished.root / "hub" / "recipe.yaml")
+    assert (recipe.drafter, recipe.runs_dir) == (load_recipe(finished.recipe).drafter, "runs")
+
+
+def test_licence_is_the_targets(finished: FinishedRun, hub: FakeHub) -> None:
+    """It is read from the card next to the target's weights; only a target on the Hub is linked."""
+    front = "license: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]"
+    (finished.folder / "target" / "README.md").write_text(f"---\n{front}\n---\n# It\n")
+    result = finished.done("push", "--dry-run")
+    assert "names no licence" not in result.output
+    values = ModelCard.load(finished.root / "hub" / "README.md").data.to_dict()
+    assert {key: values[key] for key in ("license", "license_name")} == {"license": "other", "license_name": "mine"}
+    assert "license_link" not in values
+    hub.repos["org/llm"] = Repo(private=False)
+    hub.repos["org/llm"].commit({"README.md": f"---\n{front}\n---\n".encode()})
+    assert get_license("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
+
+
+def test_target_in_a_folder_needs_a_hub_name(finished: FinishedRun, hub: FakeHub) -> None:
+    assert "YOU/T-8B-parallelspec" in finished.done("push", "--dry-run", "--base-model", "org/T-8B").output
+    card = ModelCard.load(finished.root / "hub" / "README.md")
+    assert card.data.to_dict()["base_model"] == "org/T-8B"
+    assert 'TargetRecipe(model="org/T-8B")' in card.text
+    assert "--base-model: 8B is no Hub id: give owner/name" in finished.error("push", "--base-model", "8B")
+
+
+def test_one_commit_has_all_files_and_deletes_no_others(finished: FinishedRun, hub: FakeHub) -> None:
+    result = finished.done("push")
+    repo = hub.repos[REPO]
+    assert f"Pushed    {URL}/{REPO}/commit/" in result.output
+    assert repo.private
+    assert hub.files(REPO) == staged(finished)
+    assert hub.calls["upload_folder"] == 1
+    own = {"notes/mine.json": b"{}", "LICENSE": b"mine"}
+    stale = {"model-00002-of-00002.safetensors": b"x", "eval/old.png": b"x", "export/vllm/config.json": b"{}"}
+    repo.commit(hub.files(REPO) | own | stale)
+    finished.done("push", "--license", "mit")
+    assert hub.files(REPO) == staged(finished) | own
+    assert b"license: mit" in hub.files(REPO)["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("call", "fault", "sentence"),
+    [
+        ("whoami", refused(401), "401 for https://hub.test; "),
+        ("upload_folder", httpx2.ReadError("broken"), "ReadError for tester"),
+    ],
+)
+def test_failed_push_is_one_sentence_and_resumes(
+    finished: FinishedRun, hub: FakeHub, call: str, fault: Exception, sentence: str
+) -> None:
+    hub.faults[call] = fault
+    assert sentence in finished.error("push")
+    assert all(repo.at(None) == {} for repo in hub.repos.values())
+    hub.faults.clear()
+    finished.done("push")
+    assert hub.files(REPO) == staged(finished)
+
+
+def test_exports_are_pushed_and_removed_ones_deleted(finished: FinishedRun, hub: FakeHub) -> None:
+    """The card has the command to serve them after a download, if they match these weights."""
+    servable = ["drafter.options={inputs: embedding, num_masks: 1}", "name=pard", "eval.methods=[]"]
+    for command in ("distill", "train"):
+        finished.done(command, *servable)
+    root = finished.root.parent / "pard"
+    finished.done("export", "--to", "vllm", *servable)
+    finished.done("push", *servable)
+    files = hub.files(REPO)
+    export = root / "export" / "vllm"
+    assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    assert f"hf download {REPO} --include 'export/vllm/*' --local-dir drafter\n" in card
+    (line,) = [line for line in card.splitlines() if line.startswith("python -m vllm")]
+    words = shlex.split(line)
+    assert words[words.index("--model") + 1] == "target"
+    assert json.loads(words[-1])["model"] == "drafter/export/vllm"
+    assert json.loads(files["export/vllm/export.json"])["command"] == line
+    noted = json.loads((export / "export.json").read_text())
+    (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
+    assert "was made from other weights: delete it" in finished.error("push", *servable)
+    shutil.rmtree(export)
+    finished.done("push", *servable)
+    assert not [name for name in hub.files(REPO) if name.startswith("export/")]
+
+
+def test_revision_is_a_branch(finished: FinishedRun, hub: FakeHub) -> None:
+    result = finished.done("push", "--revision", "v1", "--public", "--repo", "mine")
+    assert f"drafter: {USER}/mine@v1}}" in result.output
+    assert hub.files(f"{USER}/mine", "v1") == staged(finished)
+    assert hub.files(f"{USER}/mine", "main") == {}
+    assert not hub.repos[f"{USER}/mine"].private
+
+
+def test_unsuitable_existing_repository_is_refused(finished: FinishedRun, hub: FakeHub) -> None:
+    """If it has another model, or is public although private was requested, it is not changed."""
+    hub.read_only.add("others")
+    assert "HfHubHTTPError for others/x: 403" in finished.error("push", "--repo", "others/x")
+    assert "a b is no valid repository name: give name or user/name" in finished.error("push", "--repo", "a b")
+    finished.done("push", "--repo", "mine")
+    repo = hub.repos[f"{USER}/mine"]
+    repo.private = False
+    assert "tester/mine is public: push with --public" in finished.error("push", "--repo", "mine")
+    repo.private = True
+    assert "tester/mine is private: leave out --public" in finished.error("push", "--repo", "mine", "--public")
+    repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
+    assert "holds no draftsmith drafter (config.json, model.safetensors)" in finished.error("push", "--repo", "mine")
+    repo.commit({"data.csv": b"1,2"})
+    assert "holds no draftsmith drafter (data.csv)" in finished.error("push", "--repo", "mine")
+    assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
+
+
+def test_only_trained_drafters_are_pushed(finished: FinishedRun, hub: FakeHub) -> None:
+    drafter = finished.root / "drafter"
+    assert "was trained with parallel, not eagle" in finished.error("push", "drafter={kind: eagle}")
+    assert "was trained with" in finished.error("push", "target.model=embedded")
+    (drafter / "model.safetensors").write_bytes((drafter / "model.safetensors").read_bytes()[:-1] + b"x")
+    assert "are not those that training wrote" in finished.error("push")
+    shutil.rmtree(drafter)
+    assert "holds no trained drafter" in finished.error("push")
+    assert not hub.calls
+
+
+def test_runs_of_earlier_versions_and_damaged_runs(finished: FinishedRun, hub: FakeHub) -> None:
+    result = finished.root / "eval" / "result.json"
+    result.write_text('{"figures": ')
+    assert "result.json is damaged or of another version: run `draftsmith report` again" in finished.error("push")
+    shutil.rmtree(finished.root / "eval")
+    finished.done("push")
+    assert hub.files(REPO) == staged(finished)
+    assert not [name for name in hub.files(REPO) if name.startswith("eval/")]
+    assert b"model-index" not in hub.files(REPO)["README.md"]
+
+
+def test_names_are_those_that_engines_expect() -> None:
+    """vLLM detects EAGLE by `eagle-` and EAGLE-3 by `eagle3` (vllm/config/speculative.py)."""
+    for kind in drafter_kinds():
+        name = default_name(Recipe(name="x", target={"model": "org/T-8B"}, drafter={"kind": kind}))
+        assert ("eagle-" in name, "eagle3" in name) == (kind == "eagle", kind == "eagle3")

@@ -1,0 +1,55 @@
+"""The trees that are compared, their figures by hand, and the chosen tree, which is stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli.artifacts import resolve_tuned, tree_settings, write_tuned
+from draftsmith.cli.tune import candidates, compute_figures, describe, halvings
+from draftsmith.eval.decoding.generate import AnswerRecord
+from draftsmith.recipes.schema import MethodConfig
+
+
+def test_compared_trees() -> None:
+    """Without a cost per depth a shallower tree saves nothing; a chain does, as fewer tokens are verified."""
+    shapes = [describe(each) for each in candidates(5, is_stepwise=False)]
+    assert len(shapes) == len(set(shapes)) == 18
+    chains = ["chain to depth 1", "chain to depth 2", "chain to depth 3", "chain"]
+    assert shapes[:5] == [*chains, "best_first of 2 nodes"]
+    assert shapes[-1] == "best_first of 48 nodes with lookups"
+    stepwise = {describe(each) for each in candidates(5, is_stepwise=True)}
+    assert len(stepwise - set(shapes)) == 7
+    assert "best_first of 8 nodes to depth 3" in stepwise
+    assert [describe(each) for each in candidates(1, is_stepwise=True)[:2]] == ["chain", "best_first of 2 nodes"]
+
+
+def test_half_of_the_trees_is_dropped_in_every_turn() -> None:
+    assert (halvings(24), halvings(7), halvings(3)) == ([12, 6, 3], [3], [])
+
+
+def answered(tokens: int, seconds: float) -> AnswerRecord:
+    """Build an answer in rounds of two tokens, with a prefill of one second before them."""
+    return AnswerRecord(accept_lengths=[2] * (tokens // 2), wall_time_s=1 + seconds, prefill_s=1)
+
+
+def test_figures_by_hand() -> None:
+    """Twice as fast on one task and equal on the other: 1.5 times; pooled, 25 over 15 tokens/s would be 1.67."""
+    default = {"qa": [answered(10, 1.0)], "rag": [answered(20, 1.0)], "short": [AnswerRecord()]}
+    tree = {"qa": [answered(10, 1.0)], "rag": [answered(20, 0.25), answered(20, 0.75)], "short": [AnswerRecord()]}
+    assert compute_figures(tree, default) == pytest.approx((25.0, 1.5, 2.0))
+    alone = {"short": [AnswerRecord(wall_time_s=1)]}
+    assert compute_figures(alone, alone) == (0.0, 1.0, 1.0)
+
+
+def test_tuned_tree_is_saved_with_the_drafter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "draftsmith-parallel"}))
+    row = MethodConfig(name="mine", tree="tuned")
+    assert resolve_tuned(row, tmp_path).tree == "best_first"  # never tuned
+    found = MethodConfig(name="x", tree="best_first", nodes=10, branch=8, max_depth=3, lookup=True)
+    write_tuned(tmp_path, found)
+    resolved = resolve_tuned(row, tmp_path)
+    assert tree_settings(resolved) == tree_settings(found)
+    assert resolved.name == "mine"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "draftsmith-parallel"
+    assert resolve_tuned(found, tmp_path) is found

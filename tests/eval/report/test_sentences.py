@@ -1,0 +1,150 @@
+"""The report is complete and states missing results."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_facts import BASELINE, BUG, SUMMARY, TIES, TIMING, facts, row
+
+from draftsmith.eval.report.page.page import write_report
+from draftsmith.eval.report.sentences import (
+    FASTER,
+    NO_GAIN,
+    SLOWER,
+    UNCLEAR,
+    baseline_sentences,
+    lossless,
+    next_steps,
+    verdict_word,
+    verdicts,
+)
+from draftsmith.recipes.schema import Recipe
+
+SLOWNESS = "Part of any speedup here is due to a slow baseline"
+
+
+def test_report_in_markdown(tmp_path: Path) -> None:
+    """The run has two temperatures, a draft vocabulary, a lossy method, stop strings, and a slow baseline."""
+    reduced = {"decoded_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
+    strange = "[red]a|*b* _c_ <d>\n~~e~~ $f$ multi_turn"
+    summary = [
+        entry | {"category": {"writing": strange}.get(entry["category"], entry["category"])} for entry in SUMMARY
+    ]
+    summary += [entry | {"temperature": 1.0, "greedy_identical": None} for entry in summary]
+    summary += [
+        row("small", "overall", **reduced, tau_by_position=[{"from": 16, "below": 32, "rounds": 5, "tau": 2.25}]),
+        row("tree", "mt_bench"),
+        row("fast", "overall", lossless=False, greedy_identical=None),
+    ]
+    values = facts(summary) | {"baseline": BASELINE}
+    values["recipe"] = Recipe.model_validate({"name": "demo", "eval": {"stop": ["\n\n", "Q:"]}}).model_dump()
+    markdown, html = write_report(tmp_path, values)
+    text = markdown.read_text()
+    assert text.index("**Lossless.** All 720 greedy answers are the target's") < text.index("## Overall")
+    assert "- T = 0: **too few questions**. tree, the fastest of 4 methods, reached 2.01 times the speed" in text
+    assert "2.50 tokens per round. A round of tree commits 2.50 tokens and takes as long as 1.38 steps" in text
+    for said in (
+        "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
+        r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn |",
+        "### Within mt_bench",
+        "draftsmith run runs/demo/recipe.yaml",
+        "1 question(s) (all of rag), 2 later turn(s)",
+        r'new tokens a turn (ended by "\n\n", "Q:" too), ',
+        "The baseline's step reads 2.0 of 4.0 GB/s (50 %). " + SLOWNESS,
+        "measured with lenience below 1",
+        "with a parallel drafter",
+    ):
+        assert said in text
+    assert re.search(r"\| fast \| 0 \| .* \| not lossless \|", text)
+    # Tables are valid: no blank line between rows, and each row has as many cells as its header.
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
+        lines = table.strip().split("\n")
+        assert len(lines) > 2
+        assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+    page = html.read_text()
+    assert "&lt;d&gt;" in page
+    assert "<td>96.2%</td><td>7.1%</td><td>0.13</td>" in page
+    assert "fast <small>not lossless</small>" in page
+    # 1 ms of 5.823, then 4.5 ms, on a scale that is 2 % longer.
+    assert '<rect class="forward" x="16.84%" width="75.76%"' in page
+    assert SLOWNESS.replace("'", "&#39;") in page.split("<nav")[0]
+
+
+def test_next_steps_follow_from_the_numbers() -> None:
+    recipe = Recipe(name="demo").model_dump()
+    steps = " ".join(next_steps(SUMMARY, TIMING, recipe))
+    assert "kept in 50% of the rounds of tree" in steps
+    assert "lost outside the models" not in steps
+    slow = [TIMING[0] | {"loop_efficiency": 0.7, "cost_ratio": 0.5}]
+    steps = " ".join(next_steps([BUG], slow, recipe))
+    assert "30% of the possible speedup is lost outside the models" in steps
+    assert "Drafting costs 0.50 of a target step" in steps
+    assert "Greedy answers differ" in steps
+    assert "Greedy answers differ" not in " ".join(next_steps([TIES], slow, recipe))
+    assert "`draftsmith demo` has a chat model that gains" in steps  # after the embedded target
+    recipe["target"]["model"] = "folder"
+    assert "draftsmith demo" not in " ".join(next_steps([TIES], slow, recipe))
+
+
+@pytest.mark.parametrize(
+    ("ends", "word", "tone"),
+    [
+        ([1.001, 2.0], FASTER, "good"),
+        ([1.0, 2.0], NO_GAIN, "even"),
+        ([0.9, 1.0], NO_GAIN, "even"),
+        ([0.5, 0.999], SLOWER, "bad"),
+        (None, UNCLEAR, "unknown"),
+    ],
+)
+def test_verdict_follows_from_the_interval(ends: list[float] | None, word: str, tone: str) -> None:
+    assert verdict_word(ends) == word
+    (verdict,) = verdicts([row("x", "overall", speedup_interval=ends)], [])
+    assert (verdict.word, verdict.tone, verdict.why) == (word, tone, None)
+
+
+def test_verdict_names_the_fastest_lossless_method() -> None:
+    rows = [
+        row("slow", "overall", speedup_mean=1.2),
+        row("fast", "overall", speedup_mean=1.7),
+        row("hasty", "overall", speedup_mean=3.0, lossless=False, greedy_identical=None),
+        row("hot", "overall", 1.0, speedup_mean=1.1),
+        row("fast", "writing", speedup_mean=9.0),
+    ]
+    assert [(each.row["method"], each.row["temperature"]) for each in verdicts(rows, [])] == [("fast", 0), ("hot", 1)]
+    assert verdicts(SUMMARY[:3], TIMING) == []
+
+
+def test_lossless_verdict() -> None:
+    """chain and tree have 10 answers each, the baseline's do not count. Differences other than ties decide."""
+
+    def sentences(rows: list[dict[str, Any]], proof: dict[str, Any] | None = None) -> tuple[str, str, str]:
+        found = lossless(rows, proof, answers=10)
+        return found.word, found.tone, found.sentence
+
+    everything = "All 20 greedy answers are the target's, token for token."
+    assert sentences(SUMMARY) == ("Lossless", "good", everything)
+    assert "the changed target's" in sentences([each | {"target_change": "LoRA"} for each in SUMMARY])[2]
+    word, tone, sentence = sentences([*SUMMARY, TIES])
+    assert (word, tone) == ("Lossless, but for rounding", "good")
+    assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 part")
+    wrong = ("NOT LOSSLESS", "bad", "Greedy answers of bad differ from the target's.")
+    assert sentences([*SUMMARY, TIES, BUG], {"holds": True}) == wrong
+    hot = [row("x", "overall", 1.0)]
+    assert sentences(hot)[:2] == ("Lossless by construction", "unknown")
+    assert sentences(hot, {"holds": True})[:2] == ("Lossless", "good")
+    assert sentences(SUMMARY, {"holds": False})[0] == "NOT PROVED"
+
+
+def test_baseline_sentences() -> None:
+    rows = [BASELINE[0] | {"share": 0.9, "read_bytes_per_s": 2.2e9}, BASELINE[0] | {"temperature": 1.0, "share": 1.1}]
+    assert baseline_sentences(rows) == [
+        "At T = 0 the baseline's step reads 2.0 of 2.2 GB/s (90 %).",
+        "At T = 1 the baseline's step reads 2.0 of 4.0 GB/s (110 %). More than 100 %: a part of the weights is "
+        "still in the processor's cache at the next step.",
+    ]
+    edge = [{"temperature": 0.0, "step_bytes_per_s": 7e8, "read_bytes_per_s": 1e9, "share": 0.7}]
+    assert baseline_sentences(edge) == ["The baseline's step reads 0.700 of 1.0 GB/s (70 %)."]
+    assert SLOWNESS in baseline_sentences([edge[0] | {"share": 0.69}])[0]
+    assert "cache holds" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
+    assert "The processor's cache holds the target" in baseline_sentences([edge[0] | {"share": 1.26}])[0]
