@@ -320,6 +320,17 @@ def test_servers_that_go_and_come_back(
     assert f"warning: {both[0].url} answers again" in said
 
 
+def test_server_that_fails_every_request_fails_no_conversation(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    """It fails fast, so that it would always have the fewest requests."""
+    broken = start_server(lambda body, number: Fault(500, body={"error": "boom"}))
+    working = start_server(lambda body, number: Fault(delay_s=0.02))
+    asked = requests(40)
+    assert run(start_engine(broken, working, max_attempts=2), asked) == right_answers(asked)
+    assert len(working.requests) == len(asked)
+
+
 def test_no_request_fails_when_all_servers_stay_down(start_server: StartServer, start_engine: StartEngine) -> None:
     both = [start_server(lambda body, number: Fault(delay_s=0.02)) for _ in range(2)]
     engine = start_engine(*both, concurrency_per_server=2, give_up_after_s=0.2, max_attempts=2)
