@@ -9,11 +9,8 @@ import torch
 from support.tiny_runs import have_equal_weights, history_of, make_recipe, token_rows
 
 from draftsmith.data.distill.token_dataset import tokens_hash
-from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
-from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.loss import DrafterOutput
-from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import (
     ROWS_COLUMN,
@@ -115,23 +112,6 @@ def test_conversation_is_not_split_between_training_and_held_out() -> None:
     assert tokens_hash(tokens) != tokens_hash(tokens.remove_columns("conversation"))
 
 
-def test_held_out_answers_have_no_holes() -> None:
-    """Copies without loss would split an answer of 30 tokens in two, each with a prefill and rounds of its own.
-
-    Right drafts of 4 tokens bring 29 tokens in 6 rounds; around a hole of 12 they bring 15 in 3 rounds and 1 in 1.
-    """
-    rows = []
-    for number in range(20):
-        ids = [1, 2, 3, *range(100 + number, 104 + number), *range(20, 32), *range(20, 32), 50, 51]
-        whole = TokenizedConversation(ids, [0] * 3 + [1] * 30)
-        rows.append({"input_ids": ids, "loss_mask": whole.without_copies().loss_mask})
-    for part, tau in zip(split_rows(datasets.Dataset.from_list(rows), 0.4), (16 / 4, 29 / 6), strict=True):
-        assert part is not None
-        ids_bs, mask_bs = torch.tensor(part["input_ids"]), torch.tensor(part["loss_mask"])
-        tokens, rounds = replayed_chains(depth_labels(ids_bs, mask_bs, 4) >= 0, mask_bs)
-        assert tokens[-1] / rounds[-1] == tau
-
-
 def test_smaller_training_parts_are_nested() -> None:
     tokens = token_rows((*range(9, 60), 12, 14))
     labels = [sum(mask) for mask in tokens["loss_mask"]]
@@ -155,19 +135,6 @@ def test_smaller_training_parts_are_nested() -> None:
         split_rows(tokens, 0.4, 50_000)
 
 
-def test_evaluations_are_logged_and_reported(target_folder: Path) -> None:
-    recipe = recipe_with_held_out_rows(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
-    report = train_drafter(recipe)
-    evaluated = [entry for entry in history_of(recipe) if "eval_loss" in entry]
-    assert [entry["step"] for entry in evaluated] == [20, 40]
-    last = evaluated[-1]
-    assert {f"eval_{name}_depth{d}" for name in ("accuracy", "tau", "loss") for d in (1, 2, 3)} <= last.keys()
-    assert last["eval_accuracy_depth1"] > 0.5  # rows count upwards, held-out ones too
-    assert 1.0 <= last["eval_tau_depth1"] <= last["eval_tau_depth3"] <= 4.0
-    assert f"tau of a chain {last['eval_tau_depth3']:.2f}" in report.sentence()
-    assert "On held-out examples: " in (RunFolder(recipe).drafter / "README.md").read_text()
-
-
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     """Noise is drawn in every step: a random number drawn by an evaluation would show. `never` evaluates at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 1}
@@ -183,8 +150,3 @@ def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     assert {key: value for key, value in never[0].items() if "eval" in key} == {
         key: value for key, value in always[-1].items() if "eval" in key
     }
-
-
-def test_evaluation_without_rows(target_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"`train\.eval_strategy`: epoch needs rows .* data\.eval_rows_frac=0\.02"):
-        train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))

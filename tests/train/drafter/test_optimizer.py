@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import tiny_target
-from support.tiny_runs import InterruptAt, have_equal_weights, history_of, make_recipe, save_small_target, train_until
+from support.tiny_runs import InterruptAt, have_equal_weights, make_recipe, save_small_target, train_until
 from torch import nn
 
-from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import MuonWithAdamW, muon_parameters
@@ -71,23 +70,3 @@ def test_resumed_training_is_bitwise_equal(target: Path, monkeypatch: pytest.Mon
     train_until(InterruptAt(5), broken, monkeypatch)
     assert train_drafter(broken).steps == 6
     assert have_equal_weights(whole, broken)
-
-
-def test_separate_rates_share_one_schedule(target: Path) -> None:
-    """The logged rate is AdamW's; another Muon rate changes the result of the first step."""
-    recipe = muon_recipe(target, "rates", lr_scheduler_type="constant", logging_steps=1)
-    train_drafter(recipe)
-    assert [log["learning_rate"] for log in history_of(recipe) if "learning_rate" in log] == [0.01] * 6
-    other = muon_recipe(target, "other", lr_scheduler_type="constant", logging_steps=1)
-    other.train["muon_learning_rate"] = 0.01
-    train_drafter(other)
-    losses = [[log["loss"] for log in history_of(each) if "loss" in log] for each in (recipe, other)]
-    assert losses[0][0] == losses[1][0]  # before the first step
-    assert losses[0][1] != losses[1][1]
-
-
-def test_other_optimizers_are_refused_with_muon(target: Path) -> None:
-    with pytest.raises(UserError, match=r"key `train\.optim`: train\.optimizer=muon updates the other weights by"):
-        train_drafter(muon_recipe(target, "adafactor", optim="adafactor"))
-    with pytest.raises(UserError, match=r"key `train\.optim`: .*apollo"):  # which is not installed
-        train_drafter(make_recipe(target, "apollo", optim="apollo_adamw"))

@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from transformers import TrainerCallback
 from draftsmith.errors import Terminated, UserError
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.checkpoints import describe_damage, set_damaged_aside
 from draftsmith.train.drafter.stage import train_drafter
 
 STEPS = 7
@@ -128,43 +125,6 @@ def test_damaged_checkpoint_is_skipped(
     assert f"resuming from {checkpoints / 'checkpoint-2'}\n" in said
     assert "64 threads, this is cpu, torch" in said
     check_equal_runs(whole[0], broken)
-
-
-def test_order_by_length_is_resumed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the second epoch, of four steps, has the rows that it would have had."""
-    whole, broken = (
-        make_recipe(target, name, max_steps=STEPS, save_steps=5, train_sampling_strategy="group_by_length")
-        for name in ("by-length", "by-length-broken")
-    )
-    train_drafter(whole)
-    train_until(InterruptAt(6), broken, monkeypatch)
-    assert (RunFolder(broken).drafter / "checkpoints" / "checkpoint-5").is_dir()
-    train_drafter(broken)
-    check_equal_runs(whole, broken)
-
-
-def flip_byte(file: Path) -> None:
-    """Change the second to last byte, which keeps the size."""
-    whole = bytearray(file.read_bytes())
-    whole[-2] ^= 1
-    file.write_bytes(whole)
-
-
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
-def test_damage_of_a_checkpoint_is_detected(
-    whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    newest = RunFolder(whole[0]).drafter / "checkpoints" / f"checkpoint-{STEPS}"
-    names = {file.name for file in newest.iterdir()}
-    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
-    assert describe_damage(newest) is None
-    for number, name in enumerate(sorted(names)):
-        copy = tmp_path / "checkpoints" / f"checkpoint-{number}"
-        shutil.copytree(newest, copy)
-        damage(copy / name)
-        assert describe_damage(copy) == f"{name} is missing or incomplete"
-        (sentence,) = set_damaged_aside(copy.parent)
-        assert sentence.endswith(f"set aside as damaged-checkpoint-{number}")
 
 
 @pytest.mark.nightly

@@ -2,16 +2,12 @@
 
 import io
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rich.console import Console
-from support.tiny_runs import tiny_run
 
-from draftsmith.train.drafter.shown import ShownTraining, line_of, span
-from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.shown import ShownTraining
 
 RECORD = {"loss": "3.274", "accuracy_depth1": "0.584", "accuracy_depth2": "0.44", "tokens_per_s": 4600.4, "epoch": 0.3}
 HELD_OUT_LOGS = {"eval_loss": 3.411, "eval_accuracy_depth1": 0.55, "eval_tau_depth1": 1.55, "eval_tau_depth10": 2.314}
@@ -23,21 +19,6 @@ def state(step: int = 240) -> Any:
 
 def logs(values: dict[str, Any]) -> Any:
     return {key: float(value) for key, value in values.items()}
-
-
-def test_line_of_a_record() -> None:
-    assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
-    assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # for the deepest chain
-    assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
-
-
-def test_log_file_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of three steps and the end are logged, without the Trainer's dictionaries."""
-    recipe = tiny_run(tmp_path, train={"max_steps": 3, "logging_steps": 2, "disable_tqdm": False})
-    train_drafter(recipe)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    form = r"step {}/3  loss \d+\.\d\d  acc [\d/]+ %  [\d,]+ tok/s  \d+ s left"
-    assert [bool(re.fullmatch(form.format(step), line)) for step, line in zip((2, 3), lines, strict=True)] == [True] * 2
 
 
 def test_terminal_shows_a_panel() -> None:
@@ -55,10 +36,3 @@ def test_terminal_shows_a_panel() -> None:
     assert re.search(r"depth 2 +44 % +▁▁▁", last)
     assert "step 240, held-out: loss 3.41  acc 55 %  tau 2.31" in last
     shown.stop()  # a second time
-
-
-def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    other = state()
-    other.is_world_process_zero = False
-    ShownTraining().on_log(None, other, None, logs(RECORD))  # type: ignore[arg-type]
-    assert capsys.readouterr().out == ""

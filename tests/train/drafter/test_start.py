@@ -115,24 +115,6 @@ def test_changed_source_is_refused(tmp_path: Path) -> None:
         train_drafter(recipe_from_source(tmp_path, other, drafter_config("eagle"), name="third"))
 
 
-@pytest.mark.parametrize(
-    ("init", "sentence"),
-    [
-        ("./nothing/here", "./nothing/here is not a folder: give a drafter's folder, a recipe or a Hub id"),
-        ("a/b/c", "a/b/c is not a folder"),
-        ("nobody/has-this", "drafter.init nobody/has-this cannot be loaded"),
-        ("quickstar", "`drafter.init`: recipe file quickstar does not exist: did you mean `quickstart`"),
-        ("embedded-eagle", "`embedded-eagle` was removed: use `quickstart drafter.kind=eagle`"),
-        ("quickstart drafter.kind=eagle", "is not trained yet .*`draftsmith run` with this recipe trains it first"),
-        ("TMP", "TMP is not the folder of a trained drafter"),
-    ],
-)
-def test_missing_source(tmp_path: Path, init: str, sentence: str) -> None:
-    init, sentence = (text.replace("TMP", str(tmp_path)) for text in (init, sentence))
-    with pytest.raises(UserError, match=sentence):
-        train_drafter(recipe_from_source(tmp_path, init, drafter_config("eagle_parallel")))
-
-
 def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
     """Rows of own heads and of a Markov head keep their tokens; the target's head takes those of the answers."""
     target, _ = load_target(tiny_run(tmp_path).target)
@@ -192,22 +174,6 @@ def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
         assert markov.markov_head.markov_w2.weight.any() == (rank > 0)
 
 
-def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
-    """A drafter with an own head, for which the source has no rows, copies neither the tokens nor W2."""
-    target, _ = load_target(tiny_run(tmp_path).target)
-    options = {"draft_vocab_size": 8, "markov_rank": 3}
-    source, own = (load_drafter_class(kind).from_target(target, options) for kind in ("parallel", "peagle"))
-    for drafter, first in ((source, 20), (own, 30)):
-        counts_v = torch.zeros(target.config.vocab_size)
-        counts_v[first : first + 8] = 1
-        drafter.vocab.choose(counts_v)
-    source.save_pretrained(tmp_path / "source")
-    start = start_from(own, tmp_path / "source", "source")
-    assert own.t2d.nonzero().flatten().tolist() == list(range(30, 38))
-    assert "markov_head.markov_w2.weight" in start.fresh
-    assert "markov_head.markov_w1.weight" not in start.fresh
-
-
 # ---- two stages ----
 
 
@@ -246,24 +212,3 @@ def test_two_stages_resume_after_an_interruption_in_either(
         assert left is not None
         assert right is not None
         assert have_equal_weights(left, right)
-
-
-def test_first_stage_uses_the_data_of_the_second() -> None:
-    recipe = Recipe.model_validate(
-        {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
-         "drafter": {"kind": "eagle_parallel", "init": "quickstart drafter.kind=eagle train.learning_rate=1"}}
-    )  # fmt: skip
-    first = first_stage(recipe)
-    assert first is not None
-    assert (first.name, first.drafter.kind, first.train["learning_rate"]) == ("quickstart-eagle", "eagle", 1)
-    assert (first.runs_dir, first.seed, first.data, first.target) == ("there", 3, recipe.data, recipe.target)
-    of_seed = first_stage(recipe.model_copy(update={"name": "two-seed-2", "train": {"seed": 5}}))
-    assert of_seed is not None
-    assert (of_seed.name, of_seed.train["seed"]) == ("quickstart-eagle-seed-2", 5)
-
-
-def test_circular_init_is_refused(tmp_path: Path) -> None:
-    one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
-    recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
-    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one of them"):
-        first_stage(one)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.processes import run_in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
 from draftsmith.errors import UserError
@@ -76,11 +75,6 @@ def test_full_disk_starts_no_training(target_folder: Path, monkeypatch: pytest.M
     assert not (RunFolder(recipe).drafter / "settings.json").exists()
     recipe.train["learning_rate"] = 2e-2
     assert train_drafter(recipe).steps == 1
-
-
-def with_packing(recipe: Recipe) -> Recipe:
-    data = recipe.data.model_copy(update={"packing": True, "max_length_tokens": 40})
-    return recipe.model_copy(update={"data": data})
 
 
 class NotFinite(DrafterTrainer):
@@ -151,20 +145,6 @@ def test_out_of_memory_is_one_sentence(target_folder: Path) -> None:
         raise RuntimeError("in the middle of a step")
 
 
-@pytest.mark.slow
-def test_all_processes_stop_together(target_folder: Path) -> None:
-    """One process has NaN; no other waits for it."""
-    run_in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
-
-
-def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
-    """12 documents of 12 to 14 tokens, three to a row of 40."""
-    recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
-    assert train_drafter(with_packing(recipe)).steps == 1
-    with pytest.raises(UserError, match=r"data\.packing, rows of = 40, now it is None: restore the key"):
-        train_drafter(recipe)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -211,28 +191,3 @@ def test_global_batch_is_independent_of_the_launch(
     monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: 16)
     with pytest.raises(UserError, match="30 rows cannot be shared evenly by 16 processes"):
         training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True)
-
-
-def test_held_out_rows_use_the_training_batch_size(tmp_path: Path) -> None:
-    """Otherwise a training that fits into memory could fail in its last evaluation."""
-    for values, expected in (({}, 3), ({"per_device_eval_batch_size": 5}, 5)):
-        args = training_arguments({"per_device_train_batch_size": 3, **values}, tmp_path, seed=0, use_cpu=True)
-        assert args.per_device_eval_batch_size == expected
-
-
-def test_missing_tokens_are_reported_with_the_distill_command(target_folder: Path) -> None:
-    recipe = make_recipe(target_folder, "there").model_copy(update={"name": "nowhere"})
-    with pytest.raises(UserError, match="run `draftsmith distill`"):
-        train_drafter(recipe)
-
-
-def test_target_may_run_in_bf16(target_folder: Path) -> None:
-    """The loss is close but not equal to that with fp32 features, and the run folder records the setting."""
-    exact = make_recipe(target_folder, "exact", max_steps=10, bf16=True)
-    data = {"features": {"autocast": True}}
-    near = Recipe.model_validate({**exact.model_dump(), "name": "near", "data": data})
-    shutil.copytree(RunFolder(exact).data, RunFolder(near).data)
-    losses = [train_drafter(recipe).loss for recipe in (exact, near)]
-    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
-    with pytest.raises(UserError, match=r"started with data\.features\.autocast = True, now it is None"):
-        train_drafter(exact.model_copy(update={"name": "near"}))

@@ -8,16 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny_runs import (
-    InterruptAt,
     have_equal_weights,
     history_of,
     make_recipe,
     save_small_target,
-    train_until,
     weights_of,
 )
 
-from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.report import TrainReport
@@ -99,26 +96,3 @@ def test_training_ends_when_tau_stops_rising(best: Recipe, target: Path) -> None
     again = train_drafter(recipe)
     assert (again.steps, again.best_step) == (report.steps, report.best_step)
     assert all(torch.equal(expected_weights[name], tensor) for name, tensor in weights_of(recipe).items())
-
-
-def test_resumed_training_equals_uninterrupted(best: Recipe, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = validated(target, "broken", {"keep": "best"})
-    train_until(InterruptAt(9), recipe, monkeypatch)
-    train_drafter(recipe)
-    assert taus_by_step(recipe) == taus_by_step(best)
-    assert best_step(recipe) == best_step(best)
-    assert have_equal_weights(recipe, best)
-
-
-@pytest.mark.parametrize(
-    ("validation", "train", "message"),
-    [
-        ({"keep": "best"}, {"eval_strategy": "no"}, "`validation` needs evaluations: set train.eval_strategy=steps"),
-        ({"patience": 2}, {"eval_strategy": "no"}, "`validation` needs evaluations"),
-        ({"keep": "best"}, {"save_steps": 5}, "section `train`: .*the saving steps to be a round multiple of the eval"),
-        ({}, {"load_best_model_at_end": True}, "leave it out and set validation.keep=best instead"),
-    ],
-)
-def test_conflicting_keys(target: Path, validation: dict[str, Any], train: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train_drafter(validated(target, "refused", validation, **train))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,9 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import main as cli
 from draftsmith.cli import stages
-from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.errors import UserError
 from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
@@ -35,7 +31,6 @@ from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features import write as features
-from draftsmith.train.features.cache import FeatureCache, FeatureIndex
 from draftsmith.train.features.write import project_features, write_features
 
 OFFLINE = {"features": {"source": "offline", "dtype": "float32"}}
@@ -122,17 +117,6 @@ def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 projection.check_disk_space()
 
 
-@pytest.mark.parametrize("begin", [train_drafter, project_features])
-def test_too_long_rows_are_refused_before_loading(tmp_path: Path, begin: Callable[[Recipe], Any]) -> None:
-    recipe = tiny_run(tmp_path)
-    file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 7}))
-    for weights in (tmp_path / "target").glob("*.safetensors"):
-        weights.unlink()
-    with pytest.raises(UserError, match=r"has a row of \d+ tokens, and the target has 7 positions: set data.max"):
-        begin(recipe)
-
-
 # ---- interrupted ----
 
 
@@ -187,35 +171,6 @@ def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
         found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
         assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
         assert contents(RunFolder(recipe).features) == whole
-
-
-def test_split_target_needs_several_processes(tmp_path: Path) -> None:
-    recipe = tiny_run(tmp_path, "run", data={"features": {"sharded": True}})
-    result = command(recipe, "--yes")
-    assert result.exit_code == 2
-    assert "there is only one: leave it out, or launch several: `torchrun --nproc-per-node N" in result.stderr
-
-
-def test_only_the_first_process_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    result = command(tiny_run(tmp_path, "run"), "--yes", f"--json={tmp_path / 'found.json'}")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert not (tmp_path / "found.json").exists()
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_full_disk_keeps_finished_shards(tmp_path: Path, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 KiB, of which 52 are used, have room for one of four shards of 5 KiB with headers."""
-    recipe = tiny_run(tmp_path)
-    folder = RunFolder(recipe).features
-    folder.symlink_to(tiny_disk)
-    (tiny_disk / "other").write_bytes(b"x" * (52 << 10))
-    monkeypatch.setattr(features, "free_bytes_at", lambda _: 1 << 40)  # it fills up while writing
-    result = command(recipe, "--yes")
-    assert result.exit_code == 2
-    assert "no space left on device: " in result.stderr
-    assert "run the same command again to continue" in result.stderr
-    assert sorted(path.name for path in tiny_disk.iterdir()) == ["features-00000.safetensors", "index.json", "other"]
 
 
 @pytest.mark.parametrize(
@@ -277,17 +232,6 @@ def test_offline_training_equals_online_training(tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(weights_of(offline), weights_of(online), atol=1e-4, rtol=1e-4)
 
 
-def test_incomplete_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_run(tmp_path, data=OFFLINE)
-    with pytest.raises(UserError, match=r"holds no features, which data.features.source=offline trains on: run `draft"):
-        train_drafter(recipe)
-    monkeypatch.setattr(feature_cache, "SHARD_BYTES", 1)
-    folder = write(recipe)
-    (folder / "features-00003.safetensors").unlink()
-    with pytest.raises(UserError, match=r"is not complete \(1 of 8 shards are missing\): run `draftsmith features`"):
-        train_drafter(recipe)
-
-
 def test_drafters_that_need_the_target_are_refused(tmp_path: Path) -> None:
     refusing = [kind for kind in drafter_kinds() if "offline" in load_drafter_class(kind).unsupported]
     assert refusing == ["medusa2", "pass_embeddings"]
@@ -299,19 +243,3 @@ def test_drafters_that_need_the_target_are_refused(tmp_path: Path) -> None:
         for refused in (project_features, train_drafter):
             with pytest.raises(UserError, match=rf"`{kind}` cannot be trained on features from disk, as {why}"):
                 refused(recipe)
-
-
-def test_autocast_equals_online_training(tmp_path: Path) -> None:
-    half = {"source": "offline", "dtype": "float32", "autocast": True, "batch_size": 1}
-    recipe = tiny_run(tmp_path, data={"features": half})
-    folder = write(recipe)
-    target, _ = load_target(recipe.target)
-    [row] = load_tokens(RunFolder(recipe), recipe.name).select([0])["input_ids"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = target_features(target, torch.tensor([row]))[0]
-    index = FeatureIndex.read(folder)
-    assert index is not None
-    found = torch.empty_like(expected)
-    FeatureCache(folder, index, (-1,)).read([0], found)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
-    assert (found - target_features(target, torch.tensor([row]))[0]).abs().max() > 1e-3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
 from draftsmith.cli import main as cli
@@ -20,7 +20,7 @@ from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.plan.estimate import StepCost, step_cost
-from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, read_bytes_per_s, training_rows
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, read_bytes_per_s
 
 GIVEN = PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0)  # nothing is measured
 
@@ -98,17 +98,6 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert cost.tokens == 64
 
 
-def test_flops_count_only_the_active_experts(tmp_path: Path) -> None:
-    """2 of 8 experts, 40 wide, and a router; the drafter has Llama's layer, 160 wide."""
-    config = llama_config().to_dict() | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    cost = predicted_step(build_recipe(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
-    linear = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 40 + 64 * 8
-    causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    assert cost.target_flops == 4 * 2 * (2 * 32 * linear + causal_attention)
-    dense = predicted_step(build_recipe(tmp_path), training_row(32, 16))
-    assert cost.drafter_flops == dense.drafter_flops
-
-
 # ---- sizes ----
 
 
@@ -142,15 +131,6 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     assert read_amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
 
 
-def test_target_without_an_mlp_width_in_its_config(tmp_path: Path) -> None:
-    """GPT-2's MLP is four times the hidden size: 12 D^2 weights a layer, and attention's products."""
-    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
-    recipe = build_recipe(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
-    cost = predicted_step(recipe, training_row(32, 16))
-    # Its position table is an embedding; norms and biases are not matrices.
-    assert cost.target_flops == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
-
-
 def test_size_of_the_feature_cache(tmp_path: Path) -> None:
     """2 bytes x 64 hidden x layers x tokens."""
     recipe = build_recipe(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
@@ -174,26 +154,6 @@ def test_size_of_the_feature_cache(tmp_path: Path) -> None:
 def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
     rows = datasets.Dataset.from_list([training_row(length, length // 2) for length in lengths])
     rows.save_to_disk(str(Path(recipe.runs_dir) / recipe.name / "data" / "tokens"))
-
-
-def test_rows_come_from_the_data(tmp_path: Path) -> None:
-    """Half of each row is labelled; packed, rows of 40 tokens fill up: 30 + 10, 20 + 16."""
-    recipe = build_recipe(tmp_path, data={"max_length_tokens": 40})
-    tokens = datasets.Dataset.from_list([training_row(length, length // 2) for length in (8, 30, 10, 20, 14, 16)])
-    assert training_rows(recipe, tokens)[:2] == (30, 15)
-    assert training_rows(recipe, tokens, labelled_share=0.25)[:2] == (40, 10)
-    recipe.data.packing = True
-    assert training_rows(recipe, tokens)[:2] == (40, 20)
-
-
-def test_throughput_is_device_rate_over_flops(tmp_path: Path) -> None:
-    recipe = build_recipe(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
-    save_tokens(recipe, [16, 16])
-    plan = make_plan(recipe, replace(GIVEN, peak_tflops=2.0, utilisation=0.25))
-    cost = predicted_step(recipe, training_row(16, 8))
-    rate, seconds = (line.amount for line in plan.time if line.what == "training")
-    assert rate == pytest.approx(0.25 * 2e12 * cost.tokens / (cost.target_flops + cost.drafter_flops))
-    assert seconds == pytest.approx(3 * 32 / rate)
 
 
 def test_draft_vocabularies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,25 +239,6 @@ def test_measured_step_gives_memory_and_rate(tmp_path: Path, monkeypatch: pytest
     recipe.data.features.source = "offline"
     with pytest.raises(UserError, match="option --measure runs the target in each step"):
         make_plan(recipe, replace(GIVEN, measure=True))
-
-
-def test_features_on_disk_need_no_layers_of_the_target(tmp_path: Path) -> None:
-    """Embedding, LM head, final norm and RoPE's frequencies, 8 in two copies, remain."""
-    recipe = build_recipe(tmp_path, data={"features": {"source": "offline"}})
-    cost = predicted_step(recipe, training_row(32, 16))
-    assert (cost.bytes["target"], cost.target_flops) == (4 * (2 * 512 * 64 + 64 + 2 * 8), 0)
-
-
-def test_processes_share_the_rows_of_a_step(tmp_path: Path) -> None:
-    """Of 8 rows of 32 tokens, four processes compute 2 each. Without a global batch each computes its own 2."""
-    options = replace(GIVEN, processes=4)
-    train = {"per_device_train_batch_size": 8, "global_batch_size": 8}
-    shared = make_plan(build_recipe(tmp_path, train=train), options)
-    own = make_plan(build_recipe(tmp_path), options)
-    assert shared.kept_bytes == own.kept_bytes
-    assert shared.time == own.time
-    rate, seconds = (line.amount for line in own.time if line.what == "training")
-    assert seconds == pytest.approx(2 * 8 * 32 / rate / 4)  # two steps
 
 
 # ---- the command ----

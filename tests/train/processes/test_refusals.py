@@ -1,6 +1,5 @@
 """The launch is detected from the environment; impossible combinations are refused before anything is loaded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
-from draftsmith.models.target import quantized
 from draftsmith.train.drafter.checkpoints import check_same_launch, write_manifest
-from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
@@ -46,17 +43,6 @@ def test_detect_launch(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert detect_launch(args) == expected
-
-
-def test_zero_stage_is_read_from_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = make_arguments(tmp_path)
-    file = tmp_path / "zero.json"
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    with pytest.raises(UserError, match=r"DeepSpeed configuration .*zero\.json cannot be read .*: correct it"):
-        detect_launch(args)
-    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    assert detect_launch(args) == Launch("zero", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -96,47 +82,6 @@ def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
         check_same_launch(tmp_path, DDP)
     with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
         check_same_launch(tmp_path, ALONE)
-
-
-@pytest.mark.parametrize(
-    ("launch", "variable", "value", "message"),
-    [
-        (
-            FSDP2,
-            "PARALLELISM_CONFIG_TP_SIZE",
-            "2",
-            "asks for tp_size above 1: drafters are trained data-parallel",
-        ),
-        (FSDP2, "FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing .* by name: leave it out"),
-        (
-            ZERO2,
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-            "{}/zero.json",
-            r"tensor_parallel\.autotp_size above 1: draft",
-        ),
-    ],
-)
-def test_unsupported_ways_to_split_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, variable: str, value: str, message: str
-) -> None:
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
-    args = make_arguments(tmp_path)
-    config = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
-    (tmp_path / "zero.json").write_text(json.dumps(config))
-    monkeypatch.setenv(variable, value.format(tmp_path))
-    with pytest.raises(UserError, match=message):
-        check_launch(recipe_in(tmp_path), args, launch)
-
-
-def test_missing_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error precedes any loading: this folder has neither a target nor tokens."""
-    for module in (launches, quantized):
-        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"ZeRO-2 needs DeepSpeed, which is not installed: `pip install"):
-        check_launch(recipe_in(tmp_path), make_arguments(tmp_path), ZERO2)
-    target = {"quantization": "nf4"}
-    with pytest.raises(UserError, match=r"`target\.quantization`: nf4 needs bitsandbytes, which is not installed"):
-        train_drafter(recipe_in(tmp_path, target=target))
 
 
 def test_only_one_gpu_is_used_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

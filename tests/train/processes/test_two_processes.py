@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launched_training import NOT_LEFT, config_for_two_cpus, launch, start_processes
+from support.launched_training import NOT_LEFT, config_for_two_cpus, launch
 from support.tiny_runs import tiny_run, weights_of
 
 from draftsmith.recipes.run_folder import RunFolder
@@ -26,15 +26,11 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 SHARDED: dict[str, Any] = {"features": {"sharded": True}}
 STEPS = 30
 CURVE = {"global_batch_size": 6, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
-HALF = {**CURVE, "max_steps": 12, "bf16": True}
 
 
 def case(name: str, *values: Any, nightly: bool = False) -> Any:
     marks = [*([NEEDS_DEEPSPEED] if name.startswith("zero") else []), *([pytest.mark.nightly] if nightly else [])]
     return pytest.param(name, *values, marks=marks)
-
-
-EVERY_LAUNCH = [case(name, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")]
 
 
 def record(recipe: Recipe) -> dict[str, Any]:
@@ -123,18 +119,6 @@ def test_resumed_training_is_bitwise_equal(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", EVERY_LAUNCH)
-def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
-    """Batches of another shape round differently, but the training is the same, from fp32 weights to fp32 weights."""
-    half_alone = tiny_run(tmp_path, "alone", train=HALF)
-    train_drafter(half_alone)
-    recipe = launched(name, tiny_run(tmp_path, name, train=HALF))
-    assert record(recipe)["tokens"] == record(half_alone)["tokens"]
-    assert losses(recipe) == pytest.approx(losses(half_alone), rel=2e-3)
-    assert abs(losses(recipe)[0] - losses(alone)[0]) > 1e-4  # the same weights and rows, in fp32
-    assert {value.dtype for value in weights_of(recipe).values()} == {torch.float32}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["cpu_x2", "fsdp2"])
 def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
@@ -145,13 +129,3 @@ def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
     recipe = launched(name, tiny_run(tmp_path, name, train=muon))
     assert losses(recipe) == pytest.approx(losses(alone), rel=2e-3)
     assert losses(alone)[-1] < 0.9 * losses(alone)[0]
-
-
-@pytest.mark.nightly
-def test_launch_by_slurm(tmp_path: Path) -> None:
-    """Processes are configured by the environment without a launcher; SIGTERM of one ends both with 143, all saved."""
-    recipe = tiny_run(tmp_path)
-    assert start_processes(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
-    assert (RunFolder(recipe).drafter / "checkpoints" / "checkpoint-5" / "trainer_state.json").exists()
-    assert start_processes(recipe) == [0, 0]
-    assert record(recipe)["steps"] == 6
