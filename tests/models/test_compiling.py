@@ -43,38 +43,12 @@ def test_launch_errors_of_the_first_calls_on_cuda_are_explained(
         function()
 
 
-@pytest.mark.parametrize(
-    ("error", "device", "good_calls"),
-    [
-        (RuntimeError("later"), "cuda", 4),  # the first call runs the function, then replays it
-        (RuntimeError("fail_on_recompile"), "cpu", 0),
-        (torch.OutOfMemoryError("too large"), "cuda", 0),
-    ],
-)
-def test_other_errors_pass_through(
-    error: Exception, device: str, good_calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    function = failing_call(monkeypatch, error, device, good_calls)
-    for _ in range(max(good_calls - 1, 0)):
-        function()
-    with pytest.raises(type(error), match=str(error)):
-        function()
-
-
 def test_errors_of_dynamo_are_explained_at_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
     function = failing_call(monkeypatch, Unsupported("new shape"), "cpu", 5)
     for _ in range(5):
         function()
     with pytest.raises(UserError, match="cannot be compiled on this machine"):
         function()
-
-
-def test_failed_compilation_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    function = failing_call(monkeypatch, RuntimeError("no C compiler"), "cuda", 0)
-    assert [function.results() for _ in range(3)] == [None] * 3
-    (message,) = caplog.messages
-    assert message.startswith("target tiny cannot be compiled on this machine (RuntimeError: no C compiler)")
-    assert message.endswith("; running without")
 
 
 def test_failed_recording_runs_without_a_graph(

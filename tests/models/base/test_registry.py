@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 
 import draftsmith.models.drafters
-from draftsmith.cli.artifacts import resolve_tuned
 from draftsmith.errors import UserError
 from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
-from draftsmith.recipes.schema import MethodConfig
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +73,6 @@ def test_counts_that_would_exhaust_memory_are_refused(
     change(folder, **values)
     with pytest.raises(UserError, match=next(iter(values))):
         read_drafter(folder, "auto")
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"tree": "best_first", "nodes": 2000},
-        {"tree": "best_first", "nodes": 10**8, "branch": 10**8},
-        {"tree": "best_first", "branch": 10**9},
-        {"tree": "chain", "max_depth": 10**9},
-        {"tree": "static", "paths": [[n] for n in range(300)]},
-        {"tree": "static", "paths": [[0] * n for n in range(1, 300)]},
-        7,
-    ],
-)
-def test_tuned_tree_too_large_for_a_session_is_refused(tmp_path: Path, target: Any, tree: Any) -> None:
-    folder = save_drafter(tmp_path, target, num_masks=2)
-    change(folder, tuned_tree=tree)
-    with pytest.raises(UserError, match="key `tuned_tree` holds no valid tree: delete that key"):
-        resolve_tuned(MethodConfig(name="x", tree="tuned"), folder)
 
 
 NO_LINE = r"/mine.py has no line `DRAFTER = YourClass`"

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.drafters.dflash import DFlashDrafter, default_feature_layers
+from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.groups.layout import Groups
 
 TARGET = tiny_target(num_hidden_layers=4)
@@ -135,39 +134,3 @@ def test_anchor_ratio_drops_whole_blocks() -> None:
     groups = drafter.groups(ids, mask)
     everything = drafter.label_counts(groups)
     torch.testing.assert_close(drafter.train().label_counts(groups), 0.3 * everything)
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    # The published ids count layer outputs, one less: [1, 9, 17, 25, 33] and [1, 6, 11, 16, 21].
-    [(36, [2, 10, 18, 26, 34]), (24, [2, 7, 12, 17, 22]), (8, [2, 3, 4, 6, 7]), (4, [2, 3]), (2, [1]), (1, [0])],
-)
-def test_default_feature_layers(layers: int, expected: list[int]) -> None:
-    assert default_feature_layers(layers) == expected
-
-
-def test_qk_norms_start_with_the_targets_scale() -> None:
-    """Queries and keys then have the norm of those of a target without QK norms, for random inputs."""
-    torch.manual_seed(1)
-    target = tiny_target(hidden_size=64, num_hidden_layers=2)
-    drafter = load_drafter_class("dflash").from_target(target, {"num_layers": 1, "feature_layers": [1]})
-    source = target.base_model.layers[-1].self_attn
-    read = torch.randn(4000, 64)
-    for name in ("q", "k"):
-        spread = getattr(source, f"{name}_proj")(read).unflatten(-1, (-1, 8)).pow(2).mean((0, 1)).sqrt()
-        started = getattr(drafter.layers[0].self_attn, f"{name}_norm").weight
-        torch.testing.assert_close(started.detach(), spread, atol=0.05, rtol=0.05)
-    assert torch.equal(drafter.layers[0].self_attn.q_proj.weight, source.q_proj.weight)
-
-
-def test_too_small_decoder_is_refused() -> None:
-    drafter = tiny_block()
-    decoder = drafter.decoder(8)
-    batch = random_batch(TARGET, drafter=drafter)
-    decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
-    with pytest.raises(ValueError, match=r"9 tokens, but decoder\(max_length_tokens=8\)"):
-        decoder.draft()
-    decoder.start(batch["input_ids"][0, :8], batch["features"][0, :8])
-    decoder.draft()
-    with pytest.raises(ValueError, match="drafting needs a new token"):
-        decoder.draft()

@@ -27,13 +27,6 @@ def test_labels_outside_the_draft_vocabulary_have_no_loss(until_first_error: boo
     assert drafter(ids, features, torch.ones_like(ids), teacher_features=teacher).loss == 0.0
 
 
-def test_confidence_weight_0_needs_no_head_and_no_teacher() -> None:
-    drafter = tiny_dspark(loss="ce", confidence_weight=0.0)
-    assert not any(name.startswith("confidence") for name in drafter.state_dict())
-    assert not drafter.needs_teacher
-    assert tiny_dspark(loss="ce").needs_teacher
-
-
 def test_confidence_and_markov_head_start_at_zero() -> None:
     drafter = load_drafter_class("dspark").from_target(TARGET, {"markov_rank": 5})
     state = drafter.state_dict()

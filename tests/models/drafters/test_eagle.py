@@ -79,30 +79,3 @@ def test_noise_is_added_to_features_in_training_only() -> None:
     torch.testing.assert_close(batch, clean, atol=0, rtol=0)
     drafter.config.feature_noise = 0.0
     assert drafter(**batch).loss == quiet
-
-
-def test_noise_scales_with_each_documents_length() -> None:
-    """0.1 * 512 / 8 in a sequence of 8 tokens padded to 14; in packed rows each document has its own scale."""
-    drafter = tiny_drafter_of("eagle", tiny_target(), feature_noise=0.1).train()
-
-    def noise_widths(lengths: list[list[int]], packed: bool) -> list[list[float]]:
-        """Return the largest noise on each document's features; each ends with a label, and padding follows."""
-        mask, positions = torch.zeros(len(lengths), LENGTH), torch.zeros(len(lengths), LENGTH, dtype=torch.long)
-        documents = []
-        for b, of_row in enumerate(lengths):
-            begins = [sum(of_row[:d]) for d in range(len(of_row))]
-            for begin, length in zip(begins, of_row, strict=True):
-                mask[b, begin + 2 : begin + length] = 1
-            for begin in [*begins, sum(of_row)]:
-                positions[b, begin:] = torch.arange(LENGTH - begin)
-            documents.append([slice(begin, begin + size) for begin, size in zip(begins, of_row, strict=True)])
-        given, features = positions if packed else None, torch.zeros(len(lengths), LENGTH, 2000)
-        noise = drafter.with_noise(drafter.groups(torch.ones_like(positions), mask, given), features)
-        assert noise.isfinite().all()
-        return [[noise[b, part].abs().max().item() for part in row] for b, row in enumerate(documents)]
-
-    alone, padded = noise_widths([[14], [8]], packed=False)
-    assert (alone, padded) == ([pytest.approx(51.2 / 14, rel=1e-2)], [pytest.approx(51.2 / 8, rel=1e-2)])
-    assert noise_widths([[5, 9]], packed=True) == [
-        [pytest.approx(51.2 / 5, rel=1e-2), pytest.approx(51.2 / 9, rel=1e-2)]
-    ]

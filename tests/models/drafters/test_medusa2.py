@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,12 +11,9 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa2 import Medusa2Drafter, remove, switched_off
 from draftsmith.models.groups.layout import depth_labels
-from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.drafter.training_arguments import training_arguments
 
 Q_AND_DOWN = ["q_proj", "down_proj"]
 
@@ -135,23 +131,6 @@ def test_only_the_heads_are_trained_in_the_warm_up() -> None:
 # ---- training ----
 
 
-def test_lora_has_a_separate_learning_rate(tmp_path: Path) -> None:
-    target = tiny_target()
-    drafter = tiny_medusa2(target, lora_learning_rate=0.125)
-    args = training_arguments({"learning_rate": 0.008, "weight_decay": 0.1}, tmp_path, 0, use_cpu=True)
-    trainer = DrafterTrainer(drafter, target, args, datasets.Dataset.from_dict({"input_ids": [[1]]}))
-    optimizer = trainer.create_optimizer()
-    assert trainer.create_optimizer() is optimizer  # called twice, split once
-    names = {parameter: name for name, parameter in drafter.named_parameters()}
-    seen = {}
-    for group in optimizer.param_groups:
-        seen |= {names[parameter]: (group["lr"], group["weight_decay"]) for parameter in group["params"]}
-    assert set(seen) == set(names.values())
-    for name, (rate, decay) in seen.items():
-        assert rate == pytest.approx(0.001 if name.startswith("lora.") else 0.008), name
-        assert decay == (0.0 if name.endswith("bias") else 0.1), name
-
-
 # ---- loading ----
 
 
@@ -179,11 +158,3 @@ def test_repeated_loading_merges_the_lora_once(tmp_path: Path) -> None:
 
 
 # ---- mistakes ----
-
-
-def test_target_with_other_layers_is_refused() -> None:
-    drafter = tiny_medusa2(tiny_target(intermediate_size=40), lora_targets=["down_proj"])
-    with pytest.raises(UserError, match=r"changes layer model.layers.0.mlp.down_proj \[40, 32\].*has \[48, 32\]"):
-        drafter.attach(tiny_target())
-    with pytest.raises(UserError, match=r"changes layer model.layers.1.mlp.down_proj \[40, 32\].*has no such layer"):
-        drafter.attach(tiny_target(intermediate_size=40, num_hidden_layers=1))

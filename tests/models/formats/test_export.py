@@ -30,7 +30,6 @@ from draftsmith.models.formats.exporting import (
     refusal,
     serving_command,
     speculative_config,
-    version_sentence,
 )
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.weights import load_weights
@@ -180,24 +179,6 @@ def test_inexpressible_option_is_refused_by_name(
     assert not (tmp_path / "theirs").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "to", "options", "line"),
-    [
-        ("medusa", "vllm", {"lm_heads": "shared"}, "lm_heads=separate"),
-        ("peagle", "speculators", {}, f"draft_vocab_size={VOCABULARY}"),
-        ("dflash", "vllm", {"draft_vocab_size": 20}, "draft_vocab_size=null"),
-    ],
-)
-def test_bias_of_a_written_head_is_refused(
-    kind: str, to: str, options: dict[str, Any], line: str, tmp_path: Path
-) -> None:
-    """No layout has a place for the bias of a head that is the target's."""
-    target = tiny_target(num_hidden_layers=4)
-    target.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY))
-    with pytest.raises(UserError, match=f"LM head has a bias.*train with drafter.options.{line}"):
-        export_to(tiny_drafter_of(kind, target, **options), to, tmp_path)
-
-
 def test_parallel_drafter_is_written_for_the_plugin(tmp_path: Path) -> None:
     """Layer 1 and the final features, layer 4 of 4 and its norm; the fusion split; a mask a row; what vLLM compares."""
     drafter = build_drafter("parallel", "llama", PARALLEL)
@@ -291,12 +272,6 @@ def test_only_an_export_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter").read_text() == "years"
 
 
-def test_path_that_vllm_mistakes_for_another_method_is_reported(tmp_path: Path) -> None:
-    drafter = build_drafter("medusa", "llama", {})
-    with pytest.raises(UserError, match="`eagle-` in its path"):
-        export_drafter(drafter, "vllm", tmp_path / "eagle-or-medusa", "TARGET", tmp_path)
-
-
 def test_export_command(tmp_path: Path) -> None:
     """For a finished run the folder is written, and vLLM's server accepts the printed command."""
     save_target(tmp_path / "target")
@@ -326,33 +301,6 @@ def test_export_command(tmp_path: Path) -> None:
 
 def loaded_as(**target: Any) -> Recipe:
     return Recipe.model_validate({"name": "a", "target": target})
-
-
-def test_printed_server_has_the_parallelism_of_distillation() -> None:
-    distill = {"engine": "vllm", "options": {"tensor_parallel_size": 4}, "model": "org/llm-fp8"}
-    values = {"name": "a", "target": {"model": "org/llm", "dtype": "bfloat16"}, "data": {"distill": distill}}
-    recipe = Recipe.model_validate(values)
-    # The FP8 copy used for distillation is served, in the dtype it was saved in.
-    assert loading_words(recipe, "vllm") == loading_words(recipe, "sglang") == ["--tensor-parallel-size", "4"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "to", "sentence"),
-    [
-        ("dflash", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `dflash` needs vLLM 0.20 or later"),
-        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `peagle` needs vLLM 0.16 or later"),
-        ("eagle3", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32)"),
-        ("dflash", "sglang", "for SGLang 0.5.23"),
-        (
-            "parallel",
-            "vllm",
-            "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel` needs vLLM 0.32 or later, with `pip install draftsmith` "
-            "in its environment",
-        ),
-    ],
-)
-def test_printed_command_names_its_engine_version(kind: str, to: str, sentence: str) -> None:
-    assert version_sentence(build_drafter(kind, "llama", {}).config, to) == sentence
 
 
 def test_printed_server_loads_the_target_as_the_recipe_does() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP
-from support.tiny_runs import recipe_in
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens import bounded
@@ -18,8 +17,8 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import llamacpp
-from draftsmith.models.formats.exporting import GgufTarget, export_drafter, export_run, refusal
-from draftsmith.models.formats.llamacpp import DTYPES, FILE, _rope_factors, tokenizer_of
+from draftsmith.models.formats.exporting import GgufTarget, export_drafter, refusal
+from draftsmith.models.formats.llamacpp import FILE, tokenizer_of
 from draftsmith.models.target.loading import load_target, load_tokenizer
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -110,31 +109,6 @@ def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, t
     assert "token_embd.weight" not in tensors  # the target's
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_export_dtypes(dtype: str, target: Any, file: Path, tmp_path: Path) -> None:
-    bits = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
-    written = export_to(build_drafter("dflash", {"block_size": 4}, target), file, tmp_path, dtype)
-    tensors = gguf.GGUFReader(written).tensors
-    up = next(tensor for tensor in tensors if tensor.name == "blk.0.ffn_up.weight")
-    assert (up.tensor_type.name.lower(), up.n_bytes) == (dtype, 512 * 192 * bits[dtype] / 8)
-    assert {t.tensor_type.name for t in tensors if t.name.endswith("norm.weight")} == {"F32"}
-
-
-def test_rope_of_llama_3() -> None:
-    """High frequencies stay, low ones are divided by the factor, and it rises in between."""
-    rope = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_parameters": rope}
-    factors = _rope_factors(config)
-    assert factors is not None
-    assert (factors[0], factors[28], factors[-1]) == pytest.approx((1.0, 1.0, 8.0))
-    assert 1 < factors[32] < 8
-    assert bool((factors.diff() >= -1e-5).all())
-    assert _rope_factors({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}) is None
-
-
 def test_drafters_that_loaders_cannot_read_are_refused(target: Any, file: Path, tmp_path: Path) -> None:
     two = build_drafter("eagle3", {"feature_layers": [2, 7]}, target).config
     assert "takes three layers of the target, not [2, 7]: train with three layers in" in str(refusal(two, "gguf"))
@@ -147,8 +121,3 @@ def test_drafters_that_loaders_cannot_read_are_refused(target: Any, file: Path, 
         tokenizer_of(tmp_path, target[0].config.to_dict())
     with pytest.raises(UserError, match="is another target's: its hidden_size is 192, not 576"):
         tokenizer_of(file, {**target[0].config.to_dict(), "hidden_size": 576})
-
-
-def test_gguf_options_go_with_gguf(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--target-gguf and --dtype go with --to gguf, not vllm"):
-        export_run(recipe_in(tmp_path), "vllm", None, dtype="q8_0")

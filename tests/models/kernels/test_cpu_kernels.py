@@ -53,20 +53,6 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @KERNELS
-def test_packed_weights_outlive_others_in_shared_memory() -> None:
-    """Several share a block of memory, which is freed with the last of them; these need more than one block."""
-    weights = [random_tensor(1024, 2048 + 7 * number, seed=number) for number in range(6)]
-    packed = [KERNEL.pack(weight) for weight in weights]
-    del packed[::2]
-    others = [KERNEL.pack(torch.zeros(1024, 2048)) for _ in range(6)]
-    for weight, of in zip(weights[1::2], packed, strict=True):
-        one = torch.zeros(1, weight.shape[1])
-        one[0, -1] = 1
-        assert torch.equal(KERNEL.linear(one, of, 1024, None)[0], weight[:, -1])
-    assert all(not other.any() for other in others)
-
-
-@KERNELS
 def test_sums_are_rounded_to_the_nearest_bf16() -> None:
     """Ties go to even: bf16 has 7 fraction bits, 2**-8 is half of the last."""
     inf, nan, largest = float("inf"), float("nan"), torch.finfo(torch.bfloat16).max
@@ -148,20 +134,6 @@ def test_attention_is_bitwise_independent_of_places(dtype: torch.dtype) -> None:
         assert torch.equal(KERNEL.attention(query, *moved, mask, 0.2)[:, 3:4], wanted)
 
 
-@KERNELS
-@EVERY_DTYPE
-def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
-    """The largest score is subtracted: only the best column remains, and NaN stays NaN."""
-    query = torch.zeros(1, 1, 2, 32, dtype=dtype)
-    query[..., 0] = 1
-    keys, values = torch.zeros(1, 1, 40, 32, dtype=dtype), random_tensor(1, 1, 40, 32, dtype=dtype)
-    keys[0, 0, :, 0], keys[0, 0, 17, 0] = -1000, 3000
-    assert torch.equal(KERNEL.attention(query, keys, values, None, 1.0), values[:, :, 17].expand(1, 2, 32)[:, :, None])
-    for wrong in (float("nan"), float("inf")):
-        keys[0, 0, 5, 0] = wrong
-        assert KERNEL.attention(query, keys, values, None, 1.0).isnan().all()
-
-
 def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
     """Return calls of operations with inputs that they do not read, and parts of the messages."""
     query, keys, values, mask = random_attention_inputs(4, 2, 64, 3, 10, torch.float32)
@@ -207,13 +179,6 @@ def test_wrong_inputs_are_refused(number: int) -> None:
 def test_strided_bias_is_read_as_it_is() -> None:
     bias = torch.arange(10.0)[::2]
     assert torch.equal(KERNEL.linear(torch.zeros(1, 8), KERNEL.pack(torch.zeros(5, 8)), 5, bias)[0], bias)
-
-
-@KERNELS
-def test_read_benchmark_reads_every_element() -> None:
-    assert KERNEL.read(torch.ones(100_000 // 16 * 16, dtype=torch.int32)) == 100_000
-    with pytest.raises(RuntimeError, match="contiguous"):
-        KERNEL.read(torch.ones(4, 4)[:, :2])
 
 
 # ---- attention in a model ----
@@ -363,15 +328,6 @@ def test_target_and_drafters_share_the_packed_layers() -> None:
     torch.testing.assert_close(target(torch.tensor([[1, 2, 3]])).logits, before, atol=1e-5, rtol=1e-5)
     assert packable_bytes(target) == 4 * sum(module.weight.numel() for module in linears)
     assert packable_bytes(tiny_target().bfloat16()) == packable_bytes(target) / 2
-
-
-@KERNELS
-def test_trainable_layers_and_other_dtypes_stay_plain() -> None:
-    biased = frozen(8, 8)
-    biased.bias.requires_grad_(True)
-    for model in (tiny_target().requires_grad_(True), tiny_target().double(), tiny_target().half(), biased):
-        pack_linears(model)
-        assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 @KERNELS

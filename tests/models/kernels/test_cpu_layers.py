@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.eval.decoding.session import TargetSession, open_session
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.base.registry import drafter_kinds
@@ -466,54 +466,6 @@ def test_changed_weights_are_read_at_the_next_sequence(change: str, dtype: torch
     assert_same_bits(after, our_outputs(packed_target(fresh), rows))
 
 
-@torch.no_grad()
-def test_unchanged_weights_are_not_read_again() -> None:
-    """At each sequence, a second copy would cost as much as a step."""
-    target = random_target()
-    ours = packed_target(target)
-    native = ours._layers.native
-    ours.refresh()
-    assert ours._layers.native is native
-
-
-def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also shared sessions, even with compilation on."""
-    target = random_target()
-    pack_linears(target)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr("draftsmith.eval.decoding.compiled_forward.compiled", lambda *_, **__: refuse)
-    for session in (open_session(target, 32, True), open_session(target, 32, True, sequences=2)):
-        with session:
-            session.prefill([5, 9, 33])
-            assert session.forward_tree(DraftTree([7, 8, 8], TreeShape.chain(2))).logits.shape[0] == 3
-
-
-@pytest.mark.parametrize("session_of", ["one", "several"])
-def test_session_reads_changed_weights(session_of: str) -> None:
-    target = random_target()
-    pack_linears(target)
-
-    def answer(session: TargetSession) -> Tensor:
-        session.prefill([5, 9, 33])
-        return session.forward_tree(root_only(7)).logits
-
-    def opened() -> TargetSession:
-        return TargetSession(target, 32) if session_of == "one" else TargetSession(target, 32, sequences=2)
-
-    with opened() as session:
-        before = answer(session)
-        with torch.no_grad():
-            target.base_model.layers[0].mlp.up_proj.weight.mul_(2)
-        after = answer(session)
-    with opened() as session:
-        fresh = answer(session)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, fresh)
-
-
 # ---- what is not covered ----
 
 
@@ -577,17 +529,6 @@ def uncovered_target(case: str) -> PreTrainedModel:
 )  # fmt: skip
 def test_uncovered_targets_run_unchanged(case: str) -> None:
     assert CpuTarget.of(uncovered_target(case), 64) is None
-
-
-def test_zero_layers_and_unknown_norms_are_not_covered() -> None:
-    target: Any = random_target()
-    pack_linears(target)
-    layers, config = list(target.base_model.layers), target.config
-    assert CpuLayers.of([], target.base_model.norm, target.lm_head, config) is None
-    assert CpuLayers.of(layers, nn.LayerNorm(72), target.lm_head, config) is None
-    made = CpuLayers.of(layers, target.base_model.norm, nn.Linear(72, 333), config)
-    assert made is not None
-    assert not made.has_head
 
 
 # ---- bad arguments ----
@@ -665,59 +606,6 @@ def test_bad_arguments_are_refused() -> None:
     for changed, said in refused:
         with pytest.raises(RuntimeError, match=said):
             native.forward(*{**good, **changed}.values())
-
-
-def test_inconsistent_layers_are_refused() -> None:
-    make = torch.classes.draftsmith.DecoderLayers
-    with pytest.raises(RuntimeError, match="multiple of key-value heads"):
-        make(3, 2, 32, 72, 1e-6, 0.2)
-    with pytest.raises(RuntimeError, match="head size must be a multiple"):
-        make(2, 1, vector_lanes() + 1, 72, 1e-6, 0.2)
-
-    def layer(**changes: Any) -> tuple[Any, ...]:
-        sizes = [(64, 72), (32, 72), (32, 72), (72, 64), (100, 72), (100, 72), (72, 100)]
-        values: dict[str, Any] = {
-            "packed": [torch.ops.draftsmith.pack(torch.zeros(size)) for size in sizes], "biases": [None] * 7,
-            "norms": [torch.ones(72), torch.ones(72), None, None], "input_size": 72, "mlp_size": 100,
-        }  # fmt: skip
-        return tuple({**values, **changes}.values())
-
-    packed = layer()[0]
-    narrow = [torch.ops.draftsmith.pack(torch.zeros(32, 72)), *packed[1:]]
-    half = [packed[0], torch.ops.draftsmith.pack(torch.zeros(32, 72).bfloat16()), *packed[2:]]
-    made = make(2, 1, 32, 72, 1e-6, 0.2)
-    with pytest.raises(RuntimeError, match="there is no layer"):
-        made.forward(*[torch.zeros(1, 32)] * 5, 0, None, None, None, [], 0, False)
-    for changes, said in (
-        ({"packed": narrow}, "a packed weight has another size than 64 x 72"),
-        ({"packed": half}, "differ in dtype"),
-        ({"packed": packed[:6]}, "a part is missing"),
-        ({"biases": [torch.zeros(3), *[None] * 6]}, "a bias must be"),
-        ({"biases": [torch.zeros(64).bfloat16(), *[None] * 6]}, "a bias must be"),
-        ({"norms": [torch.ones(72), torch.ones(71), None, None]}, "a norm has another size"),
-        ({"norms": [torch.ones(72), torch.ones(72).bfloat16(), None, None]}, "a norm has another dtype"),
-        ({"norms": [torch.ones(72), None, None, None]}, "needs the norm before its MLP"),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            made.add_layer(*layer(**changes))
-    made.add_layer(*layer(norms=[None, torch.ones(72), None, None]))
-    with pytest.raises(RuntimeError, match="only the first layer"):
-        made.add_layer(*layer(norms=[None, torch.ones(72), None, None]))
-    head = torch.ops.draftsmith.pack(torch.zeros(9, 72))
-    for arguments, said in (
-        ((torch.ones(71), None, None, 0), "the final norm has another size"),
-        ((torch.ones(72).bfloat16(), None, None, 0), "final norm.* differ in dtype"),
-        ((torch.ones(72), head, None, 40), "a packed weight has another size than 40 x 72"),
-        ((torch.ones(72), torch.ops.draftsmith.pack(torch.zeros(9, 72).bfloat16()), None, 9), "differ in dtype"),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            made.set_head(*arguments)
-    made.set_head(torch.ones(72), None, None, 0)
-    some = [torch.zeros(1, 72), *[torch.zeros(1, 32)] * 2, *[torch.zeros(1, 1, 1, 4, 32)] * 2, 0, None, None]
-    with pytest.raises(RuntimeError, match="the first layer has no norm"):
-        made.forward(*some, None, [], 0, False)
-    with pytest.raises(RuntimeError, match="there is no head"):
-        made.forward(*some, torch.zeros(1, 72), [], 0, True)
 
 
 # ---- in sessions ----
@@ -928,26 +816,6 @@ def test_drafts_equal_those_of_unpacked_layers(
         else:
             scale = max(float(part[part.isfinite()].abs().max()) for part in their_logits)
             torch.testing.assert_close(our_logits, their_logits, rtol=2**-5, atol=scale * 2**-5)
-
-
-def test_drafter_reads_changed_weights() -> None:
-    """At the next sequence, as after a training step in the background."""
-    target = tiny_target(num_hidden_layers=4, head_dim=32)
-    ids = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_seed(1))
-    for kind in sorted(IN_ONE_CALL):
-        drafter = tiny_drafter_of(kind, target).freeze()
-        pack_linears(drafter)
-        features = random_batch(target, 1, 30, drafter)["features"][0].detach()
-        decoder = drafter.decoder(64)
-        before = draft_all(decoder, ids, features, 3)[0]
-        masks = [drafter.masks] if kind == "parallel" else []
-        for changed in (drafter.layers[0].mlp.up_proj.weight, *masks):
-            with torch.no_grad():
-                changed.mul_(2)
-            after, fresh = (draft_all(each, ids, features, 3)[0] for each in (decoder, drafter.decoder(64)))
-            assert not torch.equal(before[0], after[0])
-            assert all(torch.equal(*both) for both in zip(after, fresh, strict=True))
-            before = after
 
 
 @pytest.mark.parametrize("options", [{}, {"inputs": "hidden", "feature_layers": [0, 3]}, {"mask_residual": False}])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.files import is_own
 from draftsmith.models.kernels import cpu_library
 from draftsmith.models.kernels.cpu_kernels import can_attend, pack_linears
 from draftsmith.models.kernels.cpu_library import cpp_compiler, has_kernels
@@ -99,16 +98,3 @@ def test_library_is_built_once_for_each_set_of_instructions(
         assert (library.read_bytes(), built, library.stat().st_mode & 0o777) == (b"library", [script], 0o700)
     assert cpu_library._built(compiler("#define __AVX512F__ 1")) != library
     assert len(list(fresh.glob("*.so"))) == 2
-
-
-@needs_shell
-def test_file_of_another_user_is_not_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root's is: a system's cache may be shared."""
-    file = tmp_path / "library.so"
-    file.touch(0o600)
-    assert is_own(file)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert is_own(file) == (file.stat().st_uid == 0)
-    if file.stat().st_uid == 0:
-        os.chown(file, 54321, 54321)
-        assert not is_own(file)

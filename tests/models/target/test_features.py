@@ -102,15 +102,6 @@ def test_packed_target_reads_each_document_by_the_kernels(layers: tuple[int, ...
 
 
 @KERNELS
-@pytest.mark.parametrize("layer", [LAYERS + 1, -2])
-def test_layer_that_a_packed_target_lacks_is_reported(layer: int) -> None:
-    target = tiny_target(num_hidden_layers=LAYERS, **ONE_CALL)
-    pack_linears(target)
-    with pytest.raises(UserError, match="layers 0 to 3"):
-        target_features(target, torch.arange(5)[None], layers=(layer,))
-
-
-@KERNELS
 def test_packed_target_with_a_window_runs_its_own_forward() -> None:
     target = tiny_target("mistral", sliding_window=6, **ONE_CALL)
     ids = torch.randint(3, VOCABULARY, (1, 9))

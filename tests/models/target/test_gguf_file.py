@@ -3,7 +3,6 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -68,25 +67,6 @@ def test_converted_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> Non
     AutoModelForCausalLM.from_pretrained(folder)
     AutoTokenizer.from_pretrained(folder)
     assert weights_hash(recipe) is not None
-
-
-def test_other_content_or_dtype_gets_another_folder(recipe: TargetRecipe) -> None:
-    first = converted_folder(recipe)
-    half = converted_folder(recipe.model_copy(update={"dtype": "bfloat16"}))
-    assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
-    embedded_gguf(Path(recipe.model), tiny_llama(seed=1), TOKENIZER)
-    assert len({first, half, converted_folder(recipe)}) == 3
-
-
-def test_killed_conversion_is_repeated(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "save_pretrained", kill)
-        with pytest.raises(KeyboardInterrupt):
-            converted_folder(recipe)
-    assert converted_folder(recipe).is_dir()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions of files")

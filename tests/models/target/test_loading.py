@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.chat_families import FAMILIES
 from support.tiny_runs import SMALL_VOCABULARY, save_tokenizer
-from transformers import LlamaConfig, T5Config
+from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, load_target_config, weights_hash, with_variables
+from draftsmith.models.target.loading import load_target, load_target_config, weights_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -101,12 +100,6 @@ def test_lora_adapter_on_the_hub_is_refused(
     assert revisions == {"config.json": "v2", "adapter_config.json": "1" * 40 if "config.json" in files else "v2"}
 
 
-def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    T5Config(vocab_size=20, d_model=8, num_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"encoder-decoder \(t5\).*decoder-only"):
-        load_target(recipe_for(tmp_path))
-
-
 SWITCHED = (
     "{% generation %}{% if enable_thinking is defined and not enable_thinking %}{{ tone }}:{{ rules[1]['a'] }}"
     "{% endif %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -127,15 +120,6 @@ def test_chat_template_variables_reach_every_rendering(target_folder: Path) -> N
         load_target(recipe_for(target_folder, chat_template=SWITCHED, chat_template_kwargs={"enable_think": False}))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_variable_that_a_template_reads_itself_changes_nothing_else(name: str) -> None:
-    tokenizer = FAMILIES[name].tokenizer()
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    shown = tokenizer.apply_chat_template(messages, tokenize=False)
-    tokenizer.chat_template = with_variables(tokenizer.chat_template, {"messages": messages})
-    assert tokenizer.apply_chat_template(messages[:1], tokenize=False) == shown
-
-
 def test_unusable_gpu_is_reported(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GPU in the machine, training on the CPU must be requested."""
     driver = tmp_path / "version"
@@ -148,20 +132,3 @@ def test_unusable_gpu_is_reported(target_folder: Path, tmp_path: Path, monkeypat
     assert load_target(recipe_for(target_folder))[0].device.type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert load_target(TargetRecipe(model=str(target_folder)))[0].device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-)
-def test_target_too_large_for_memory_is_reported(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """The message does not suggest another path for the model."""
-
-    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
-    with pytest.raises(UserError, match=r"does not fit into memory .*target.quantization=nf4") as caught:
-        load_target(recipe_for(target_folder))
-    assert "Hub id" not in str(caught.value)

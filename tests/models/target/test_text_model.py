@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import VOCABULARY, random_batch, tiny_target
+from support.tiny_models import VOCABULARY, tiny_target
 from support.tiny_runs import save_tokenizer
 from transformers import (
     AutoConfig,
@@ -27,7 +27,7 @@ from draftsmith.models.target import text_model
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_without_weights
 from draftsmith.models.target.text_model import attention_sentence, running_sentence
-from draftsmith.models.target.view import target_value, target_values
+from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import read_pretrained
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -87,14 +87,6 @@ def test_text_model_of_a_wrapper(name: str, tmp_path: Path) -> None:
     TargetSession(target, 32).close()
 
 
-def test_wrapper_without_a_separate_text_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = save_model(tmp_path, AutoModelForImageTextToText.from_config(wrappers()["gemma3"]))
-    monkeypatch.setattr(text_model.AutoModelForCausalLM, "_model_mapping", {Gemma3Config: object})
-    for load in (target_without_weights, lambda recipe: text_model.text_config(load_target_config(recipe), "x")):
-        with pytest.raises(UserError, match=r"\(gemma3\) holds text and more in one model"):
-            load(recipe)
-
-
 def test_text_model_that_differs_from_the_wrapper_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForImageTextToText.from_config(wrappers()["gemma3"])
     monkeypatch.setattr(text_model, "TOLERANCE_FRAC", -1.0)
@@ -143,40 +135,6 @@ OLD_NAMES = {
         "word_embed_proj_dim": 32,
     },
 }
-
-
-@pytest.mark.parametrize("model_type", OLD_NAMES)
-def test_older_config_names_are_understood(model_type: str) -> None:
-    """Inner layers are found and counted, and a drafter trains on them."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES[model_type])
-    target = text_model.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    values = target_values(target.config)
-    assert [values[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")] == [32, 4, 4]
-    assert target_value(target.config, "num_hidden_layers") == 4
-    drafter = load_drafter_class("eagle3").from_target(target, {"feature_layers": [1, 2, 3]})
-    assert len(decoder_layers(target)) == 4
-    loss = drafter(**random_batch(target, drafter=drafter)).loss
-    assert torch.isfinite(loss)
-    with pytest.raises(UserError, match=r"ascending layer numbers from 0 to 3"):
-        check_drafter("eagle3", target.config, {"feature_layers": [1, 2, 4]})
-
-
-def test_per_layer_values_and_partial_rope() -> None:
-    values = target_values(AutoConfig.for_model("gemma3n_text"))
-    assert isinstance(values["intermediate_size"], int)
-    config = AutoConfig.for_model("gpt_neox", **{**TEXT, "rotary_pct": 0.25})
-    assert layers_config(of_kind("llama", target_values(config)), 1).rope_parameters == {
-        "rope_type": "default",
-        "rope_theta": 10_000,
-    }
-
-
-def test_narrow_embedding_is_refused_before_loading_weights() -> None:
-    config = AutoConfig.for_model("opt", hidden_size=64, word_embed_proj_dim=32, num_attention_heads=4)
-    for kind in ("parallel", "medusa", "eagle3"):
-        with pytest.raises(UserError, match=r"embedding is 32 wide and its layers 64 \(opt\)"):
-            check_drafter(kind, config, {})
 
 
 def test_soft_caps_and_sinks_use_eager_attention(tmp_path: Path) -> None:
@@ -253,14 +211,6 @@ def test_features_of_a_decoder_inside_the_base_model() -> None:
     assert ParallelDrafter.from_target(target, {"num_masks": 2}).attached.target is target
 
 
-def test_base_model_with_its_wrappers_prefix(tmp_path: Path) -> None:
-    """Llama 4's text class says that its layers are under `language_model`, as its wrapper has them."""
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
-    target, _ = load_target(save_model(tmp_path, tiny_target("llama4_text", vocab_size=20, **sizes)))
-    assert target.base_model is not target
-    assert len(decoder_layers(target)) == 2
-
-
 def test_encoder_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     for decoder in (False, True):
@@ -279,12 +229,3 @@ def test_alibi_by_cache_columns_is_refused() -> None:
     target = text_model.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.* without ALiBi"):
         TargetSession(target, 32)
-
-
-def test_several_residual_streams_have_no_inner_features() -> None:
-    target = tiny_target(num_hidden_layers=2)
-    target.base_model.layers[0].register_forward_hook(
-        lambda module, inputs, output: output[..., None, :].expand(-1, -1, 4, -1)
-    )
-    with pytest.raises(UserError, match=r"hidden states after layer 1 are of shape \[1, 3, 4, 32\]"):
-        target_features(target, torch.tensor([[4, 5, 6]]), layers=(1,))
