@@ -4,10 +4,6 @@ A question that begins with a path is no command.
 """
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +51,6 @@ def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
     assert "<|im_end|>" not in printed
 
 
-def test_turn_reads_earlier_turns(recipe: str, tmp_path: Path) -> None:
-    *_, after = talk(recipe, tmp_path, QUESTION, "What does it return?", OTHER)[0]
-    (alone,) = talk(recipe, tmp_path, OTHER)[0]
-    assert after["answer"] != alone["answer"]
-
-
-def test_undecodable_line_does_not_end_the_chat(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Latin-1 terminal sends such bytes: Python keeps them as surrogates or raises."""
-
-    def refused() -> str:
-        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-
-    lines = iter([lambda: "\udcff\udcfe hello", refused, lambda: QUESTION, lambda: "/quit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines)())
-    said, printed = talk(recipe, tmp_path)
-    assert [each["question"] for each in said] == [QUESTION]
-    assert printed.count("That line is not UTF-8") == 2
-
-
 def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, whole = [], chat.ColouredAnswer.add
 
@@ -87,42 +64,3 @@ def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: p
     said, _ = talk(recipe, tmp_path, QUESTION, OTHER)
     assert [each["whole"] for each in said] == [False, True]
     assert 0 < said[0]["tokens"] < said[1]["tokens"]
-
-
-def test_compilation_is_not_part_of_an_answers_time(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, bool]] = []
-    answer = chat.Arm.answer
-
-    def noted(self: Any, *arguments: Any, **named: Any) -> Any:
-        asked.append((self.key, named.get("on_round") is not None))
-        return answer(self, *arguments, **named)
-
-    monkeypatch.setattr(chat.Arm, "answer", noted)
-    talk(recipe, tmp_path, QUESTION)
-    (plain, _), (drafting, _) = asked[:2]
-    assert plain != drafting
-    assert [seen for _, seen in asked] == [False, False, True]
-    assert asked[2][0] == drafting
-
-
-def test_pasted_text_is_one_message() -> None:
-    """A terminal marks pasted text, and GNU readline then reads its line breaks as text."""
-    code = (
-        "import readline\nfrom draftsmith.cli import console\nconsole.paste_as_one_message()\n"
-        "print('GNU' in readline.__doc__, repr(console.read_message()), flush=True)"
-    )
-    leader, follower = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower):
-        os.close(follower)
-        shown = b""
-        while b"> " not in shown:
-            shown += os.read(leader, 1024)
-        os.write(leader, b"\x1b[200~one\rtwo\x1b[201~\r")
-        while b"True 'one" not in shown and b"False 'one" not in shown:
-            shown += os.read(leader, 1024)
-        while not shown.endswith(b"\n"):
-            shown += os.read(leader, 1024)
-    os.close(leader)
-    assert b"True 'one\\ntwo'" in shown or b"False 'one" in shown

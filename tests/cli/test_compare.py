@@ -183,12 +183,6 @@ def test_tasks_have_equal_weight(tmp_path: Path) -> None:
     assert re.search(r"3\.00 \(3\.00 to 3\.00\).*1\.50x \(1\.50 to 1\.50\).*faster.*2\.40.*1\.20x", shown)
 
 
-def test_runs_are_not_mixed_with_recipes(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["compare", str(write_run(tmp_path / "a", [1.0])), "quickstart"])
-    assert result.exit_code == 2
-    assert "folders of measured runs together with recipes or --seeds: give the folders alone" in result.output
-
-
 def test_runs_with_different_settings_are_refused_by_name(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", [1.0, 0.5])
     with pytest.raises(

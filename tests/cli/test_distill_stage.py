@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ from support.tiny_runs import SMALL_VOCABULARY, recipe_in, save_tokenizer
 from transformers import LlamaForCausalLM
 
 from draftsmith.cli.stages import run_distill
-from draftsmith.data.card.card import CARD_JSON
-from draftsmith.data.distill import token_dataset
-from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -62,19 +58,3 @@ def test_copy_of_the_target_generates_the_answers(target_folder: Path, tmp_path:
     save_tokenizer(copy, SMALL_VOCABULARY - 1)
     with pytest.raises(UserError, match=r"data\.distill\.model .*copy has another tokenizer than target\.model"):
         run_distill(write_recipe(tmp_path, "other", model=str(copy)))
-
-
-def test_card_is_that_of_all_stored_answers(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if a run of more conversations stopped before its tokens, and those of fewer are there already."""
-    few, more = write_recipe(tmp_path, "own"), write_recipe(tmp_path, "own")
-    few.data.conversations.limit = 8
-    run_distill(few)
-    with monkeypatch.context() as patch:
-        patch.setattr(token_dataset, "build_token_dataset", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run_distill(more)
-    assert run_distill(few)["tokens"]["reused"]
-    data = RunFolder(few).data
-    assert json.loads((data / CARD_JSON).read_text())["hashes"]["records"] == LedgerView(data).fingerprint()

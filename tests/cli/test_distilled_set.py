@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from huggingface_hub import DatasetCard
 from support.fake_hub import TOKEN, USER, FakeHub, Repo, hub
 from support.tiny_runs import (
     SMALL_VOCABULARY,
@@ -27,8 +26,6 @@ from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.data.sources.conversation import ID_HEX_DIGITS
 from draftsmith.errors import UserError
-from draftsmith.files import file_sha256
-from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -90,27 +87,6 @@ def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
             assert have_equal_weights(own, again)
 
 
-def test_the_card(folder: Path) -> None:
-    own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
-    place = RunFolder(own).root / "hub_data"
-    shard, card = place / "shards" / "00001.jsonl", DatasetCard.load(place / "README.md")
-    assert {f.relative_to(place).as_posix() for f in place.rglob("*") if f.is_file()} == {
-        "README.md", "card.json", "shards/00001.jsonl",
-    }  # fmt: skip
-    values, lines = card.data.to_dict(), [json.loads(line) for line in shard.read_text().splitlines()]
-    stated = values["distilled"]
-    assert (values["license"], stated["answered_by"], stated["target"]["revision"]) == (["cc0-1.0"], "org/llm", None)
-    assert stated["target"]["weights"] == stated["weights"] == weights_hash(own.target)
-    assert {key: stated[key] for key in DISTILL} == DISTILL
-    assert (stated["conversations"], stated["files_sha256"]) == (len(lines), {"shards/00001.jsonl": file_sha256(shard)})
-    # No template rewrites answers here, and none is too long: every generated token carries loss.
-    assert stated["answer_tokens"] == sum(len(ids) for line in lines for ids in line["answer_ids"])
-    assert len(stated["chat_template_sha256"]) == 64
-    assert "| prompts | cc0-1.0 |" in card.text
-    for file in ("README.md", "card.json"):
-        assert str(folder.parent) not in (place / file).read_text()
-
-
 def other_target(folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "target")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
@@ -147,27 +123,6 @@ def test_what_is_refused(change: Any, sentence: str, folder: Path) -> None:
     with pytest.raises(UserError, match=sentence):
         run_distill(recipe)
     assert not (RunFolder(recipe).data / "shards").exists()
-
-
-def test_another_target_answers_the_prompts(folder: Path) -> None:
-    other_target(folder)
-    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"), "transformers")
-    assert run_distill(recipe)["conversations"]["answers"] > 0
-    answers = []
-    for each in (recipe, recipe_of(folder, "own", "")):
-        lines = lines_of(each).values()
-        answers.append({line["messages"][0]["content"]: line["answer_ids"][0] for line in lines})
-    both = answers[0].keys() & answers[1].keys()
-    assert len(both) > 10
-    assert all(answers[0][prompt] != answers[1][prompt] for prompt in both)
-
-
-def test_answers_of_nobody_are_not_pushed(folder: Path) -> None:
-    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"))
-    run_distill(recipe)
-    result = CliRunner().invoke(app, ["push", recipe_file(recipe), "--data", "--dry-run"])
-    assert result.exit_code == 2
-    assert "data holds its sources' own answers (data.distill.engine: none), not the target's" in result.output
 
 
 def test_by_way_of_the_hub(folder: Path, hub: FakeHub) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,13 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
-from support.chat_families import FAMILIES
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftsmith.cli import doctor
 from draftsmith.cli import main as cli
-from draftsmith.data.distill.ledger import Ledger
-from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.engines import vllm_engine
-from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.rows import tokenize_rows
@@ -126,22 +121,6 @@ def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
     assert "«Hello there Hello there Hello there Hello there <|im_end|>»\n" in printed
     assert "Next: draftsmith distill" in printed
     assert not (tmp_path / "runs").exists()
-
-
-def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
-    """A looping answer whose copies are masked still ends correctly and counts as one answer."""
-    source = [*TALK, turns("loop", "hello hi " * 20)]
-    ill = clinic(tmp_path, source=source)
-    rows = tokenized(ill.tokenizer, source)
-    masked = [row.without_copies() for row in rows]
-    assert masked != rows
-    ill.distilled(masked)
-    file = tmp_path / "runs" / "mine" / "data" / "tokens" / REPORT_NAME
-    file.write_text(json.dumps(asdict(TokenReport(copied_tokens=1))))
-    ends = ill.examine()[1]["tokens/end tokens"]
-    assert (ends["severity"], ends["figures"]["answers"]) == ("ok", 4)
-    file.unlink()
-    assert ill.examine()[1]["tokens/end tokens"]["severity"] == "defect"
 
 
 def no_loss_at(end: int) -> Any:
@@ -277,23 +256,6 @@ def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedC
     return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
 
 
-def test_loss_on_all_tokens(tmp_path: Path) -> None:
-    case = clinic(tmp_path)
-    case.distilled(with_mask(case.rows(), lambda row, t: 1))
-    assert "carry loss, also those of user turns" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
-
-
-def test_padding_in_rows_is_found(tmp_path: Path) -> None:
-    """-100, the padding of labels, is not a token id: it is reported, and the preview and parity check still work."""
-    case = clinic(tmp_path)
-    row = case.rows()[0]
-    case.distilled([TokenizedConversation([*row.input_ids, -100, -100], [*row.loss_mask, 0, 0])])
-    code, findings, _ = case.examine(rows=1)
-    assert code == 1
-    assert findings["tokens/vocabulary"]["sentence"].startswith("2 tokens (ids -100) are outside")
-    assert findings["drafter/train = decode"]["severity"] == "ok"
-
-
 def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     """Skipping is on; a third of the conversations is cut; the tokenizer has tokens that no row has."""
     case = clinic(
@@ -326,55 +288,6 @@ def test_engine_that_is_not_installed_is_found(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "runs").exists()
 
 
-def test_preview_shows_rows_as_trained(tmp_path: Path) -> None:
-    """Thoughts dropped from the history are in separate rows, without loss if the recipe masks them."""
-    texts = ["<think>\none\n</think>\n\nHello", "<think>\ntwo\n</think>\n\nBye"]
-    talk = [part for text in texts for part in turns("Say hi", text)["messages"]]
-    case = clinic(tmp_path, source=[{"messages": talk}])
-    FAMILIES["Qwen3"].tokenizer().save_pretrained(tmp_path / "target")
-    overrides = ("data.distill.engine=none", "target.chat_template_kwargs={enable_thinking: true}")
-    _, findings, printed = case.examine(*overrides, rows=2)
-    assert findings["source/end tokens"]["figures"]["answers"] == 2
-    assert "«<think>\none\n</think>\n\nHello<|im_end|>»" in printed
-    assert "«<think>\ntwo\n</think>\n\nBye<|im_end|>»" in printed
-    _, _, printed = case.examine(*overrides, "data.reasoning=mask", rows=2)
-    assert "«\n\nHello<|im_end|>»" in printed
-
-
-def test_little_loss_is_a_warning(tmp_path: Path) -> None:
-    case = clinic(tmp_path, max_position_embeddings=1024)
-    row = case.rows()[0]
-    case.distilled([TokenizedConversation([20] * 900 + row.input_ids, [0] * 900 + row.loss_mask)])
-    code, findings, _ = case.examine()
-    assert (code, findings["tokens/supervised tokens"]["severity"]) == (0, "warning")
-    share = sum(row.loss_mask) / (900 + len(row.loss_mask))
-    assert findings["tokens/supervised tokens"]["figures"]["loss_frac"] == pytest.approx(share)
-
-
-def test_losses_of_distillation_are_reported(tmp_path: Path) -> None:
-    """Two of five conversations reached max_new_tokens; one still in work does not count."""
-    case = clinic(tmp_path)
-    case.distilled(case.rows())
-    data = tmp_path / "runs" / "mine" / "data"
-    cut_short = "answer cut short by max_new_tokens"
-    ledger = Ledger(data)
-    kept = [Conversation("0", (), shortened=cut_short), Conversation("1", ()), Conversation("2", ())]
-    ledger.commit([], kept, {"3": cut_short, "4": "prompt too long"})
-    code, findings, printed = case.examine()
-    assert code == 0
-    assert findings["tokens/answers cut short"]["severity"] == "warning"
-    assert findings["tokens/answers cut short"]["figures"] == {"cut_short": 2, "conversations": 5}
-    assert "Next: draftsmith train" in printed
-
-
-def test_unreadable_tokens_are_reported(tmp_path: Path) -> None:
-    case = clinic(tmp_path)
-    (tmp_path / "runs" / "mine" / "data" / "tokens").mkdir(parents=True)
-    code, findings, _ = case.examine()
-    assert code == 1
-    assert "delete it and run `draftsmith distill` again" in findings["tokens/tokens"]["sentence"]
-
-
 def test_target_that_ignores_the_mask_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaForCausalLM.forward
 
@@ -385,25 +298,6 @@ def test_target_that_ignores_the_mask_is_found(tmp_path: Path, monkeypatch: pyte
     code, findings, _ = clinic(tmp_path, num_hidden_layers=2).examine()
     assert code == 1
     assert "ignores 4-D attention masks" in findings["target/draft trees"]["sentence"]
-
-
-@pytest.mark.parametrize(
-    ("has_kernels", "dtype", "sentence"),
-    [
-        (True, "float32", "ok: float32; in bfloat16 a step reads half as many bytes"),
-        (False, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
-        (True, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
-    ],
-)
-def test_slow_dtype_on_a_cpu_is_a_warning(
-    has_kernels: bool, dtype: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "has_kernels", lambda: has_kernels)
-    monkeypatch.setattr(doctor, "LARGE_BYTES", 1000)
-    code, findings, _ = clinic(tmp_path).examine(f"target.dtype={dtype}")
-    assert code == 0
-    finding = findings["target/dtype"]
-    assert f"{finding['severity']}: {finding['sentence']}".startswith(sentence)
 
 
 def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

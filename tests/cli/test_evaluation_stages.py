@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from pyarrow import parquet
-from support.tiny_runs import recipe_in, save_target
-from transformers import LlamaForCausalLM
 
-from draftsmith.cli.artifacts import WEIGHTS, Proof, update_card, write_tuned
-from draftsmith.cli.evaluate import evaluate, report_again
+from draftsmith.cli.artifacts import WEIGHTS, Proof, update_card
+from draftsmith.cli.evaluate import evaluate
 from draftsmith.cli.prove import prove
 from draftsmith.cli.tune import Tuned, tune
 from draftsmith.errors import UserError
@@ -30,7 +26,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodConfig, Recipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.results import RESULT_KEYS
 
 pytestmark = pytest.mark.slow
@@ -143,25 +139,6 @@ def test_processes_share_the_questions(stages: Stages, tmp_path: Path, monkeypat
     assert sorted(by_process.values()) == [len(alone) // 2, len(alone) - len(alone) // 2]
 
 
-def test_report_names_the_measured_tree(recipe: Recipe) -> None:
-    """A tree tuned afterwards is not named."""
-    folder = RunFolder(recipe)
-    write_tuned(folder.drafter, MethodConfig(name="x", tree="best_first", nodes=37, max_depth=2))
-    shown = {}
-
-    def note(root: object, facts: dict[str, Any], *_: object) -> None:
-        shown.update(facts["recipe"]["eval"]["methods"][0])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.cli.evaluate.write_report", note)
-        report_again(recipe)
-    measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
-    assert shown == measured
-    assert shown["nodes"] != 37
-    with pytest.raises(UserError, match=r"started with .*eval\.methods\.0\.nodes\b.*to measure again"):
-        evaluate(recipe)
-
-
 def test_model_card_has_figures_and_proof_of_its_weights_only(recipe: Recipe) -> None:
     """Edits of `summary.json` or of the proof's verdict do not reach it."""
     folder = RunFolder(recipe)
@@ -190,49 +167,3 @@ def test_model_card_has_figures_and_proof_of_its_weights_only(recipe: Recipe) ->
 def test_stage_without_a_drafter_is_reported(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
         stage(recipe.model_copy(update={"name": "nothing-trained"}))
-
-
-def test_speed_bench_in_one_report(tmp_path: Path) -> None:
-    """A row for each of the eleven categories, tau as in the records, and the mean over eleven tasks."""
-    target = save_target(tmp_path / "target")
-    names = "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing"
-    categories = names.split(" ")
-    columns = {"sub_category": "s", "source": "x", "src_id": "1", "difficulty": "easy"}
-    rows = [
-        {"question_id": f"{name}-{n}", "category": name, "turns": [f"w{5 + n} w{6 + place} w7 w{6 + place}", "w9"][:n],
-         "multiturn": n > 1, **columns}
-        for place, name in enumerate(categories) for n in (1, 2)
-    ]  # fmt: skip
-    rows.append({**rows[0], "question_id": "long", "turns": ["w9 " * 126]})
-    rows.append({**rows[0], "question_id": "all", "category": "retrieval", "turns": ["w9 " * 126]})
-    file = tmp_path / "speed" / "qualitative" / "test.parquet"
-    file.parent.mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    choices = {
-        "questions": str(file), "max_new_tokens": 6, "runs": 1, "warmup_questions": 0,
-        "methods": [{"name": "drafter"}, {"name": "lookup", "kind": "prompt_lookup"}],
-    }  # fmt: skip
-    recipe = recipe_in(tmp_path, eval=choices)
-    drafter = load_drafter_class("parallel").from_target(LlamaForCausalLM.from_pretrained(target), {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(recipe).drafter)
-    evaluate(recipe)
-
-    turns: dict[tuple[str, str], list[Any]] = {}
-    for record in RecordLog(RunFolder(recipe).eval / "records.jsonl"):
-        for answer in record.answers.values():
-            turns.setdefault((record.category, answer.method), []).extend(answer.turns)
-    taus = {key: sum(len(each.ids) - 1 for each in of) / sum(each.rounds for each in of) for key, of in turns.items()}
-    assert max(taus.values()) > 1.2
-    rows = json.loads((RunFolder(recipe).eval / "result.json").read_text())["figures"]["rows"]
-    for method in ("drafter", "lookup"):
-        row = rows[f"{method}@0"]
-        assert {name: each["tau"] for name, each in row["by_category"].items()} == pytest.approx(
-            {name: taus[name, method] for name in categories}
-        )
-        assert row["over_tasks"]["tau"] == pytest.approx(sum(taus[name, method] for name in categories) / 11)
-    report = (RunFolder(recipe).root / "report.md").read_text()
-    assert f"11 tasks (2 questions each: {', '.join(categories)})" in report
-    assert "- 22 questions of `qualitative`, up to 6 new tokens a turn" in report
-    assert "do not fit the target's context: 2 question(s) (all of retrieval), 0 later turn(s)" in report
-    page = (RunFolder(recipe).root / "report.html").read_text()
-    assert all(f'<th scope="col">{name}</th>' in page for name in categories)

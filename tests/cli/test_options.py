@@ -1,22 +1,15 @@
 """`--json` and `--quiet` at any place of the command line, and the output of each stream."""
 
-import io
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 from support.finished_run import FinishedRun
 from typer.testing import CliRunner
 
 from draftsmith.cli import main as cli
-from draftsmith.cli.console import PlainConsole, WordWrap, heading, move_to_front
+from draftsmith.cli.console import heading, move_to_front
 from draftsmith.recipes.schema import Recipe
 
 RUNNER = CliRunner()
@@ -69,20 +62,6 @@ def test_quiet_prints_errors() -> None:
     assert result.stderr.startswith("error: recipe file gone.yaml does not exist")
 
 
-def test_output_of_child_processes_is_not_in_the_json() -> None:
-    program = (
-        "import os, subprocess\n"
-        "from draftsmith.cli.console import output_to, tell\n"
-        "with output_to('-', quiet=False):\n"
-        "    tell([1]), tell({'a': float('nan')})\n"
-        "    os.write(1, b'library\\n'), subprocess.run(['echo', 'child']), print('print')\n"
-        "print('afterwards')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == '{\n  "a": null\n}\nafterwards\n'
-    assert sorted(result.stderr.split()) == ["child", "library", "print"]
-
-
 # The figures of each command on a finished run of eight conversations and two steps; push uses no network.
 FIGURES: dict[str, Callable[[Any], bool]] = {
     "distill": lambda found: found["tokens"]["rows"] == found["conversations"]["already_done"] == 8,
@@ -115,37 +94,3 @@ def test_every_command_is_tested() -> None:
     """Other tests cover compare, export, import and `recipes` (test_cli); the remaining commands are interactive."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve", "recipes"}
-
-
-def test_table_in_a_file_is_as_wide_as_needed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    shown = Table("method", "tau", box=None)
-    shown.add_row("a-method-with-many-options-" * 10, "3.21")
-    PlainConsole().print(shown)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["a-method-with-many-options-" * 10, "3.21"]
-
-
-@pytest.mark.parametrize("width", [10, 17, 40])
-def test_streamed_text_breaks_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces may be split anywhere; the terminal breaks words wider than a line. Wide characters count two."""
-    text = "The quick brown fox  jumps\n    over the lazy dog, 漢字 and a_word_of_more_than_ten_columns ends"
-    monkeypatch.setenv("COLUMNS", str(width))
-    shown = []
-    for size in (1, 3, len(text)):
-        output = PlainConsole()
-        output.file = io.StringIO()
-        wrap = WordWrap(output)
-        for begin in range(0, len(text), size):
-            wrap.write(Text(text[begin : begin + size]))
-        wrap.end()
-        shown.append(output.file.getvalue())
-    assert shown[0] == shown[1] == shown[2]
-    assert shown[0].split() == text.split()
-    for line in shown[0].splitlines():
-        for word in re.finditer(r"\S+", line):
-            columns = cell_len(word[0])
-            assert columns > width or cell_len(line[: word.start()]) % width + columns <= width
-    assert "\n    over" in shown[0]

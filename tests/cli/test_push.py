@@ -7,17 +7,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 import yaml
-from huggingface_hub import ModelCard, constants
-from safetensors.torch import load_file
-from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
+from huggingface_hub import ModelCard
+from support.fake_hub import TOKEN, URL, USER, FakeHub, hub, refused
 from support.finished_run import FinishedRun
 
-from draftsmith.cli.push import default_name, get_license
-from draftsmith.models.base.registry import check_as_trained, drafter_kinds, read_drafter
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import Recipe
 
 __all__ = ["hub"]  # fixtures
 REPO = f"{USER}/target-parallelspec"
@@ -48,18 +43,6 @@ def test_dry_run_sends_nothing_and_lists_all_files(finished: FinishedRun, hub: F
     assert json.loads(files["config.json"])["target_name_or_path"] == ".../target"
 
 
-def test_weights_are_pushed_in_half_precision(finished: FinishedRun, hub: FakeHub) -> None:
-    """Their hashes are updated, so the folder is a valid drafter; the run's own drafter is unchanged."""
-    finished.done("push", "--dry-run", "--dtype", "bfloat16")
-    assert not hub.calls
-    halved, whole = (load_file(finished.root / name / "model.safetensors") for name in ("hub", "drafter"))
-    assert {value.dtype for value in whole.values()} == {torch.float32}
-    for name, value in whole.items():
-        assert torch.equal(halved[name], value.bfloat16() if value.is_floating_point() else value)
-    assert read_drafter(finished.root / "hub", "auto").dtype == torch.bfloat16
-    check_as_trained(finished.root / "drafter")
-
-
 def test_handwritten_files_are_checked_for_local_paths(finished: FinishedRun, hub: FakeHub) -> None:
     card = finished.root / "drafter" / "README.md"
     card.write_text(f"# Mine\nTrained in {finished.root}/drafter.\n")
@@ -85,28 +68,6 @@ def test_card_has_the_measured_figures(finished: FinishedRun, hub: FakeHub) -> N
         assert told in card.text
     recipe = load_recipe(finished.root / "hub" / "recipe.yaml")
     assert (recipe.drafter, recipe.runs_dir) == (load_recipe(finished.recipe).drafter, "runs")
-
-
-def test_licence_is_the_targets(finished: FinishedRun, hub: FakeHub) -> None:
-    """It is read from the card next to the target's weights; only a target on the Hub is linked."""
-    front = "license: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]"
-    (finished.folder / "target" / "README.md").write_text(f"---\n{front}\n---\n# It\n")
-    result = finished.done("push", "--dry-run")
-    assert "names no licence" not in result.output
-    values = ModelCard.load(finished.root / "hub" / "README.md").data.to_dict()
-    assert {key: values[key] for key in ("license", "license_name")} == {"license": "other", "license_name": "mine"}
-    assert "license_link" not in values
-    hub.repos["org/llm"] = Repo(private=False)
-    hub.repos["org/llm"].commit({"README.md": f"---\n{front}\n---\n".encode()})
-    assert get_license("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
-
-
-def test_target_in_a_folder_needs_a_hub_name(finished: FinishedRun, hub: FakeHub) -> None:
-    assert "YOU/T-8B-parallelspec" in finished.done("push", "--dry-run", "--base-model", "org/T-8B").output
-    card = ModelCard.load(finished.root / "hub" / "README.md")
-    assert card.data.to_dict()["base_model"] == "org/T-8B"
-    assert 'TargetRecipe(model="org/T-8B")' in card.text
-    assert "--base-model: 8B is no Hub id: give owner/name" in finished.error("push", "--base-model", "8B")
 
 
 def test_one_commit_has_all_files_and_deletes_no_others(finished: FinishedRun, hub: FakeHub) -> None:
@@ -168,14 +129,6 @@ def test_exports_are_pushed_and_removed_ones_deleted(finished: FinishedRun, hub:
     assert not [name for name in hub.files(REPO) if name.startswith("export/")]
 
 
-def test_revision_is_a_branch(finished: FinishedRun, hub: FakeHub) -> None:
-    result = finished.done("push", "--revision", "v1", "--public", "--repo", "mine")
-    assert f"drafter: {USER}/mine@v1}}" in result.output
-    assert hub.files(f"{USER}/mine", "v1") == staged(finished)
-    assert hub.files(f"{USER}/mine", "main") == {}
-    assert not hub.repos[f"{USER}/mine"].private
-
-
 def test_unsuitable_existing_repository_is_refused(finished: FinishedRun, hub: FakeHub) -> None:
     """If it has another model, or is public although private was requested, it is not changed."""
     hub.read_only.add("others")
@@ -203,21 +156,3 @@ def test_only_trained_drafters_are_pushed(finished: FinishedRun, hub: FakeHub) -
     shutil.rmtree(drafter)
     assert "holds no trained drafter" in finished.error("push")
     assert not hub.calls
-
-
-def test_runs_of_earlier_versions_and_damaged_runs(finished: FinishedRun, hub: FakeHub) -> None:
-    result = finished.root / "eval" / "result.json"
-    result.write_text('{"figures": ')
-    assert "result.json is damaged or of another version: run `draftsmith report` again" in finished.error("push")
-    shutil.rmtree(finished.root / "eval")
-    finished.done("push")
-    assert hub.files(REPO) == staged(finished)
-    assert not [name for name in hub.files(REPO) if name.startswith("eval/")]
-    assert b"model-index" not in hub.files(REPO)["README.md"]
-
-
-def test_names_are_those_that_engines_expect() -> None:
-    """vLLM detects EAGLE by `eagle-` and EAGLE-3 by `eagle3` (vllm/config/speculative.py)."""
-    for kind in drafter_kinds():
-        name = default_name(Recipe(name="x", target={"model": "org/T-8B"}, drafter={"kind": kind}))
-        assert ("eagle-" in name, "eagle3" in name) == (kind == "eagle", kind == "eagle3")

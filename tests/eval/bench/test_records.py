@@ -122,13 +122,3 @@ def test_target_is_identified_by_its_weights() -> None:
         assert weights_fingerprint(other) == name
         weight[[0, 1]] = weight[[1, 0]]  # the same numbers elsewhere
     assert len({name, changed, weights_fingerprint(other), weights_fingerprint(target.to(torch.bfloat16))}) == 4
-
-
-def test_different_prompts_are_not_compared() -> None:
-    def prompts(ids: list[int], *turns: str) -> str:
-        return answer_settings({}, ids, turns, Sampling(), 10)["prompts"]
-
-    assert prompts([1, 2], "a", "b") == prompts([1, 2], "a", "b")
-    assert (
-        len({prompts([1, 2], "a", "b"), prompts([1, 3], "a", "b"), prompts([1, 2], "a", "c"), prompts([1], "a")}) == 4
-    )

@@ -16,11 +16,9 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.errors import UserError
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import Arm
-from draftsmith.eval.bench.records import QuestionRecord, RecordLog
+from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.models.sampling import Sampling
@@ -148,22 +146,6 @@ def test_sampled_answer_does_not_depend_on_other_questions(
                 assert answer.ids == wanted[record.run, record.question_id][key].ids, key
 
 
-def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """The same for every method; the conversation continues with the text before the stop string."""
-    free = RecordLog(tmp_path / "free.jsonl")
-    bench.run(methods, free, runs=1, warmup_questions=0)
-    text = next(iter(free)).answers["autoregressive@0"].turns[0].text
-    assert text is not None
-    bench._stop = (text[4],)
-    log = RecordLog(tmp_path / "stopped.jsonl")
-    bench.run(methods, log, runs=1, warmup_questions=0)
-    answers = next(iter(log)).answers
-    for key in ("autoregressive@0", "chain@0", "tree@0"):
-        assert answers[key].ids == answers["autoregressive@0"].ids
-        assert answers[key].turns[0].text == text[: text.index(text[4])]
-        assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
-
-
 def test_spec_bench_can_read_the_answers(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """Apply the formulas of Spec-Bench's evaluation/speed.py to our files."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -217,34 +199,3 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(methods[0], later)
     assert (len(answer.turns), answer.turns_left_out) == (1, 1)
     assert answer.turns[0].prompt_tokens == 72  # two before the 70 letters
-
-
-@pytest.mark.slow
-def test_compiled_run_gives_equal_answers(
-    target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path
-) -> None:
-    """Every size of tree is compiled before the measurement."""
-    plain, fast = RecordLog(tmp_path / "plain.jsonl"), RecordLog(tmp_path / "fast.jsonl")
-    greedy = [measured for measured in methods if measured.sampling.greedy]
-    bench.run(greedy, plain, runs=1, warmup_questions=0)
-    compiled = SpecBench(target, LetterTokenizer(), QUESTIONS, 12, seed=3)
-    compiled.session.close()
-    session = TargetSession(target, compiled.session.max_length_tokens, compiler=Compiler("eager", is_static=True))
-    compiled.session = session
-    append = fast.append
-
-    def frozen_append(record: QuestionRecord) -> None:
-        append(record)
-        torch.compiler.set_stance("fail_on_recompile")
-
-    fast.append = frozen_append  # type: ignore[method-assign]
-    try:
-        compiled.run(greedy, fast, runs=1, warmup_questions=0)
-    finally:
-        torch.compiler.set_stance("default")
-        torch._dynamo.reset()
-    assert session.compiled is not None
-    assert session.compiled.sizes == [1, 4, 8]
-    for mine, theirs in zip(fast, plain, strict=True):
-        for key, answer in mine.answers.items():
-            assert answer.ids == theirs.answers[key].ids

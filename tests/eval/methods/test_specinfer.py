@@ -50,11 +50,6 @@ def test_most_likely_tokens_of_every_model_are_merged() -> None:
     assert (first.widths, second.widths) == ([2], [2])
 
 
-def test_tokens_without_probability_are_not_drafted() -> None:
-    table = {(): torch.tensor([0.0, -torch.inf, -torch.inf])}
-    assert paths_in(build_merged([TableDecoder(table, 1)], [3]).propose()) == [(0,)]
-
-
 # ---- sampled: the distribution, by enumeration of all draws ----
 
 
@@ -93,25 +88,6 @@ def test_sampling_keeps_the_targets_distribution(
     check_three_tokens(trees, random_table(11, V, 3), sampling, V)
 
 
-def test_cut_tree_keeps_its_draws() -> None:
-    sampling, table = Sampling(1.0), random_table(3, V, 3)
-    tree = build_merged([TableDecoder(table, 3)], [3, 2, 2], 2, sampling).propose()
-    cut = tree.cut_to_depth(1)
-    assert tree.draws is not None
-    assert cut.draws is not None
-    assert cut.shape.max_depth == 1
-    assert [cut.tokens[child] for child, _ in cut.draws[0]] == [tree.tokens[child] for child, _ in tree.draws[0]]
-    assert len(cut.draws[0]) == 6
-    assert all(draws == [] for draws in cut.draws[1:])
-    everything = tree.cut_to_depth(2)
-    assert everything.draws is not None
-    for node, draws in enumerate(everything.draws):
-        for child, row in draws:
-            assert everything.parents[child] == node
-            assert everything.q is not None
-            assert float(everything.q[row][everything.tokens[child]]) > 0
-
-
 # ---- from a recipe ----
 
 
@@ -143,25 +119,3 @@ def test_draft_models_and_a_trained_drafter_together(tmp_path: Path, temperature
             assert out.ids == generate(session, Autoregressive(), prompt, GREEDY, 40).ids
     with pytest.raises(UserError, match="medusa holds a medusa drafter, but specinfer takes language models and"):
         make_method(setting(target, tokenizer, {**options, "models": [str(tmp_path / "medusa")]}))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, r"key `options\.models` is missing"),
-        ({"model": "a"}, r"key `options\.models` is missing"),
-        ({"models": []}, r"key `options\.models`: list should have at least 1 item"),
-        ({"models": ["a"], "expansion": [2, 0]}, r"key `options\.expansion\.1`: input should be greater than 0, not 0"),
-        (
-            {"models": ["a"], "num_tokens": 2},
-            "key `options`: `expansion` has 3 depths, but `num_tokens` is 2",
-        ),
-        (
-            {"models": ["a", "b"], "expansion": [4, 4, 4], "num_tokens": 3, "samples": 2},
-            "a tree of up to 336 tokens is too large: stay below 256",
-        ),
-    ],
-)
-def test_invalid_options_are_reported(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make_method(setting(None, None, options))

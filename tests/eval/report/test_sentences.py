@@ -13,9 +13,7 @@ from draftsmith.eval.report.sentences import (
     NO_GAIN,
     SLOWER,
     UNCLEAR,
-    baseline_sentences,
     lossless,
-    next_steps,
     verdict_word,
     verdicts,
 )
@@ -71,22 +69,6 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     assert SLOWNESS.replace("'", "&#39;") in page.split("<nav")[0]
 
 
-def test_next_steps_follow_from_the_numbers() -> None:
-    recipe = Recipe(name="demo").model_dump()
-    steps = " ".join(next_steps(SUMMARY, TIMING, recipe))
-    assert "kept in 50% of the rounds of tree" in steps
-    assert "lost outside the models" not in steps
-    slow = [TIMING[0] | {"loop_efficiency": 0.7, "cost_ratio": 0.5}]
-    steps = " ".join(next_steps([BUG], slow, recipe))
-    assert "30% of the possible speedup is lost outside the models" in steps
-    assert "Drafting costs 0.50 of a target step" in steps
-    assert "Greedy answers differ" in steps
-    assert "Greedy answers differ" not in " ".join(next_steps([TIES], slow, recipe))
-    assert "`draftsmith demo` has a chat model that gains" in steps  # after the embedded target
-    recipe["target"]["model"] = "folder"
-    assert "draftsmith demo" not in " ".join(next_steps([TIES], slow, recipe))
-
-
 @pytest.mark.parametrize(
     ("ends", "word", "tone"),
     [
@@ -134,17 +116,3 @@ def test_lossless_verdict() -> None:
     assert sentences(hot)[:2] == ("Lossless by construction", "unknown")
     assert sentences(hot, {"holds": True})[:2] == ("Lossless", "good")
     assert sentences(SUMMARY, {"holds": False})[0] == "NOT PROVED"
-
-
-def test_baseline_sentences() -> None:
-    rows = [BASELINE[0] | {"share": 0.9, "read_bytes_per_s": 2.2e9}, BASELINE[0] | {"temperature": 1.0, "share": 1.1}]
-    assert baseline_sentences(rows) == [
-        "At T = 0 the baseline's step reads 2.0 of 2.2 GB/s (90 %).",
-        "At T = 1 the baseline's step reads 2.0 of 4.0 GB/s (110 %). More than 100 %: a part of the weights is "
-        "still in the processor's cache at the next step.",
-    ]
-    edge = [{"temperature": 0.0, "step_bytes_per_s": 7e8, "read_bytes_per_s": 1e9, "share": 0.7}]
-    assert baseline_sentences(edge) == ["The baseline's step reads 0.700 of 1.0 GB/s (70 %)."]
-    assert SLOWNESS in baseline_sentences([edge[0] | {"share": 0.69}])[0]
-    assert "cache holds" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
-    assert "The processor's cache holds the target" in baseline_sentences([edge[0] | {"share": 1.26}])[0]

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from support.records import made_up
 from support.report_facts import records_of
-from support.report_facts import row as full_row
 
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.generate import AnswerRecord
@@ -22,24 +21,6 @@ from draftsmith.eval.report.summary import (
     tau_by_length,
 )
 from draftsmith.recipes.schema import Recipe
-
-EIGHT = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
-
-
-def test_no_category_is_counted_twice() -> None:
-    """writing and math belong to mt_bench if there are other tasks too, and then have a separate table."""
-    summary = summarize(records_of({"chain": 1.0}))
-    assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
-    assert parts_of_tasks(summary) == ["writing", "math"]
-    tokens = {each["category"]: each["tokens"] for each in summary if each["method"] == "chain"}
-    assert sum(tokens[name] for name in ("translation", "rag", "mt_bench")) == tokens["overall"] == 80
-    assert {each["category"]: each["task"] for each in summary} == {
-        "writing": "mt_bench", "math": "mt_bench", "mt_bench": "mt_bench", "translation": "translation", "rag": "rag",
-        "overall": None,
-    }  # fmt: skip
-    alone = [full_row(method, category) for method in ("autoregressive", "x") for category in (*EIGHT, "overall")]
-    assert shown_categories(alone) == EIGHT
-    assert parts_of_tasks(alone) == []
 
 
 @pytest.mark.parametrize(
@@ -113,19 +94,6 @@ def build_question(number: int, category: str, seconds: float, baseline_seconds:
     answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
     answer.round_s, answer.draft_depths = [0.1] * rounds, [2] * rounds
     return record
-
-
-def test_draft_vocabulary_figures_by_hand() -> None:
-    """Three rounds of three tokens; two tokens are outside, one after two of four accepted draft tokens."""
-    record = made_up(0, 2.0, 4.0)
-    (turn,) = record.answers["chain@0"].turns
-    turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
-    baseline, chain = (summarize([record])[index] for index in (1, -1))
-    assert chain["decoded_coverage"] == pytest.approx(7 / 9)
-    assert chain["rounds_ended_outside"] == pytest.approx(1 / 3)
-    assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
-    assert baseline["method"] == "autoregressive"
-    assert baseline["decoded_coverage"] is None
 
 
 def test_tau_by_length_by_hand() -> None:
@@ -222,38 +190,3 @@ def test_tasks_have_equal_weight() -> None:
     longer = row("pooled", "overall", 4.0) | {"lossless": True, "over_tasks": {"speedup_mean": 1.2}}
     better = row("by task", "overall", 2.0) | {"lossless": True, "over_tasks": {"speedup_mean": 1.3}}
     assert best_row([longer, better]) is better
-
-
-def test_by_method_with_categories_timing_and_seeds() -> None:
-    summary = [
-        row("a/tree", "qa", 2.0), row("a/tree", "overall", 2.5), row("a/tree", "overall", 1.5, temperature=1.0),
-        row("a-seed-1/tree", "qa", 3.0), row("a-seed-1/tree", "overall", 3.5),
-    ]  # fmt: skip
-    timing = [{"method": "a/tree", "temperature": 0.0, "loop_efficiency": 0.97}]
-    recipe = Recipe(name="table", target={"model": "/tmp/weights", "gguf_file": "small.gguf"})  # type: ignore[arg-type]
-    figures = evaluation_figures(recipe, summary, timing, 26, None, [{"temperature": 0.0, "share": 0.89}])
-    assert list(figures["rows"]) == ["a/tree@0", "a/tree@1", "a-seed-1/tree@0"]
-    tree = figures["rows"]["a/tree@0"]
-    assert (tree["tau"], tree["by_category"]["qa"]["tau"], tree["timing"]["loop_efficiency"]) == (2.5, 2.0, 0.97)
-    assert "runs" not in tree["by_category"]["qa"]
-    assert "timing" not in figures["rows"]["a/tree@1"]
-    over_seeds = {"tau_mean": 3.0, "tau_std": 0.5**0.5, "speedup_mean": 1.5, "speedup_std": 0.125**0.5, "seeds": 2}
-    assert figures["over_seeds"] == {
-        "a/tree@0": {"method": "a/tree", "temperature": 0.0} | {k: pytest.approx(v) for k, v in over_seeds.items()}
-    }
-    assert figures["baseline"] == [{"temperature": 0.0, "share": 0.89}]
-    assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
-
-
-def test_rows_record_the_method_settings() -> None:
-    methods = [
-        {"name": "chain", "drafter": "/home/someone/runs/mine/drafter"},
-        {"name": "tree", "tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},
-        {"name": "bigram", "kind": "ngram", "options": {"n": 2}},
-    ]
-    recipe = Recipe(name="table", target={"model": "embedded"}, eval={"methods": methods})  # type: ignore[arg-type]
-    assert evaluation_figures(recipe, [], [], 1, None, [])["methods"] == {
-        "chain": {"drafter": "mine/drafter"},
-        "tree": {"tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},
-        "bigram": {"kind": "ngram", "options": {"n": 2}},
-    }
