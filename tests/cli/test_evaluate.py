@@ -4,12 +4,10 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from support.report_facts import BASELINE, BUG, SUMMARY, TIES, TIMING, row
 
 from draftsmith.cli import console
-from draftsmith.cli.evaluate import gpus_for, show_table
-from draftsmith.errors import UserError
+from draftsmith.cli.evaluate import show_table
 
 
 def test_terminal_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,13 +37,3 @@ def test_terminal_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     text = shown([*SUMMARY, row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)])
     assert "2.71" in text
     assert "[red]" in re.sub(r"\s", "", text)
-
-
-def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,MIG-a")
-    assert gpus_for(2) == ["5", "MIG-a"]
-    with pytest.raises(UserError, match="--processes 3 needs 3 GPUs, and torch sees 2"):
-        gpus_for(3)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert gpus_for(2) == ["0", "1"]

@@ -61,17 +61,3 @@ def test_eval_prove_and_tune_of_a_published_drafter(run: FinishedRun, hub: FakeH
     assert weights == json.loads((run.root / "eval" / "settings.json").read_text())["drafter_weights"]
     fetched = registry.drafter_place(REPO)
     assert json.loads((fetched / "config.json").read_text()) == json.loads(hub.files(REPO)["config.json"])
-
-
-def test_missing_files_on_the_hub_are_reported(run: FinishedRun, hub: FakeHub) -> None:
-    def refusal(location: str) -> str:
-        registry._fetched.cache_clear()
-        return run.error("eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")
-
-    assert "drafter of method x, nobody/nothing cannot be loaded" in (said := refusal("nobody/nothing"))
-    assert "RepositoryNotFoundError for nobody/nothing: " in said
-    assert f"RevisionNotFoundError for {REPO}: " in refusal(f"{REPO}@v9")
-    hub.repos[REPO].commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x"})
-    assert "this Hub repository holds no draftsmith drafter" in refusal(REPO)
-    hub.repos[REPO].commit({"data.csv": b"1"})
-    assert "this Hub repository holds no draftsmith drafter" in refusal(REPO)

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,6 @@ def install_into(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_repository_around_the_environment_is_ignored(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_into(repository, monkeypatch)
-    assert provenance.source_commit() is None
-
-
 def test_tag_does_not_replace_the_hash(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = install_into(repository, monkeypatch)
     git(repository, "add", str(copy))
@@ -47,8 +41,3 @@ def test_tag_does_not_replace_the_hash(repository: Path, monkeypatch: pytest.Mon
     assert provenance.source_commit() == commit
     copy.write_text(copy.read_text() + "\n")
     assert provenance.source_commit() == f"{commit}-dirty"
-
-
-def test_commit_is_none_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
-    assert provenance.source_commit() is None

@@ -9,13 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_drafter_of, tiny_target
-from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.target.loading import load_target
-from draftsmith.models.weights import load_weights, weights_sha256
-from draftsmith.recipes.schema import TargetRecipe
+from draftsmith.models.weights import weights_sha256
 
 Weights = dict[str, torch.Tensor]
 
@@ -55,19 +52,6 @@ def test_incomplete_drafters_are_refused(tmp_path: Path, how: Any, message: str)
     change(tmp_path, how, name)
     with pytest.raises(UserError, match=message.format(name=name)):
         load_drafter(tmp_path, target)
-
-
-@pytest.mark.parametrize(("how", "message"), CHANGES)
-def test_incomplete_targets_and_draft_models_are_refused(
-    tmp_path: Path, target_folder: Path, how: Any, message: str
-) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    load_target(TargetRecipe(model=str(target_folder), device="cpu"))
-    change(target_folder, how, name)
-    with pytest.raises(UserError, match=message.format(name=name)):
-        load_target(TargetRecipe(model=str(target_folder), device="cpu"))
-    with pytest.raises(UserError, match="draft model .*" + message.format(name=name)):
-        load_weights("draft model", str(target_folder), AutoModelForCausalLM)
 
 
 def test_weights_of_another_training_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ The references are `generate` of transformers and forwards without a cache.
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,10 @@ from support.half_right import BUILDERS, GREEDY, HalfRightDecoder, greedy_refere
 from support.tiny_models import HYBRIDS, VOCABULARY, tiny_target
 from support.tiny_runs import recipe_in, save_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+from transformers import PreTrainedModel
 
 from draftsmith.cli.prove import prove
 from draftsmith.cli.stages import make_drafter
-from draftsmith.cli.tune import tune
-from draftsmith.errors import UserError
-from draftsmith.eval.bench.measured_methods import check_trees
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -33,7 +28,7 @@ from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.recipes.schema import TargetRecipe
 
 PROMPT = [5, 9, 33, 12, 40, 7]
 
@@ -101,56 +96,6 @@ def test_single_steps_are_those_of_a_longer_forward(tmp_path: Path) -> None:
     for mixer in mixers:
         mixer.time_step_limit = (target.config.time_step_min, math.inf)
     assert not torch.allclose(torch.stack(steps), plain_logits(target, ids)[1:], atol=1e-3 * largest)
-
-
-def test_tokens_are_read_again_a_few_times_only() -> None:
-    """Every chain of three is rejected: the tokens of a forward stay within the limit and the chain."""
-    target, read = tiny_target("qwen3_next"), []
-    hook = target.register_forward_pre_hook(
-        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    with TargetSession(target, 128) as session:
-        session.prefill(PROMPT)
-        read.clear()
-        for place in range(2 * MOST_UNREAD_TOKENS + 4):
-            session.forward_tree(chain(3 + place, 4, 5))
-            session.commit([0])
-    hook.remove()
-    alone = [MOST_UNREAD_TOKENS + 1]  # without a chain
-    assert read == [*range(3, 3 + MOST_UNREAD_TOKENS + 1), *alone] * 2 + [3, 4]
-
-
-def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
-    """Trees before anything is computed, by name of the architecture; and several sequences, and compilation."""
-    target = tiny_target("nemotron_h")
-    target.save_pretrained(tmp_path / "target")
-    why = r"recurrent layers \(NemotronHForCausalLM\) keep one state, .*use tree: chain"
-
-    def recipe(*methods: dict[str, Any]) -> Recipe:
-        return recipe_in(tmp_path, eval={"methods": [{"name": f"m{index}", **m} for index, m in enumerate(methods)]})
-
-    check_trees(recipe({"tree": "chain"}, {"kind": "prompt_lookup"}, {"kind": "ngram"}))
-    with pytest.raises(UserError, match=rf"eval\.methods, m1: .*{why} instead of best_first"):
-        check_trees(recipe({}, {"tree": "best_first"}))
-    with pytest.raises(UserError, match=r"eval\.methods, m0: .*NemotronHForCausalLM.* that drafts a chain"):
-        check_trees(recipe({"kind": "lookahead"}))
-    with pytest.raises(UserError, match=r"NemotronHForCausalLM.*`draftsmith tune` compares trees: use tree: chain"):
-        tune(recipe({}))
-    with pytest.raises(UserError, match=r"\(NemotronHForCausalLM\) runs one sequence at a time.*--at-once 1"):
-        TargetSession(target, 32, sequences=2)
-    with pytest.raises(UserError, match=r"\(NemotronHForCausalLM\).* without compilation: leave out eval\.compile"):
-        TargetSession(target, 32, compiler=Compiler("eager"))
-    with TargetSession(target, 32) as session:
-        session.prefill(PROMPT)
-        with pytest.raises(UserError, match=why):
-            session.forward_tree(DraftTree([3, 4, 5], TreeShape.of((-1, 0, 0))))
-
-
-def test_states_outside_the_cache_are_refused() -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
-    target = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, lru_width=32)).eval()
-    with pytest.raises(UserError, match=r"\(recurrent_gemma\) does not run with saved states .*; use vLLM"):
-        TargetSession(target, 32)
 
 
 @pytest.mark.slow

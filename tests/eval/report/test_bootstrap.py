@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, paired_ratio, speedup, tau
+from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, speedup, tau
 
 
 def build_sums(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | None = None) -> QuestionSums:
@@ -36,19 +36,3 @@ def test_interval_has_nominal_coverage(tasks: tuple[str, ...] | None) -> None:
         assert ends is not None
         hits += ends[0] <= 2.0 <= ends[1]
     assert 0.925 <= hits / 400 <= 0.975
-
-
-def test_pairing_cancels_the_difficulty_of_questions() -> None:
-    """One is 10 % faster on every question, although questions differ."""
-    chance = np.random.default_rng(2)
-    kept = chance.uniform(10, 60, size=20).tolist()
-    slow = build_sums(kept, [each / 2 for each in kept])
-    fast = build_sums(kept, [each / 2.2 for each in kept])
-    assert paired_ratio(speedup, fast, slow) == pytest.approx([1.1, 1.1])
-    longer = build_sums([1.1 * each for each in kept], kept)  # and another accepts 10 % more tokens per round
-    assert paired_ratio(tau, longer, slow) == pytest.approx([1.1, 1.1])
-    hard = build_sums(kept, chance.uniform(5, 30, size=20).tolist())
-    low, high = paired_ratio(speedup, hard, slow) or [0.0, 0.0]
-    assert high - low > 0.1
-    with pytest.raises(ValueError, match="20 questions cannot be paired with 2"):
-        paired_ratio(tau, slow, build_sums([1.0, 2.0], [1.0, 1.0]))

@@ -1,7 +1,6 @@
 """Kinds by name, and untrusted drafter folders: values that would exhaust memory or break trees are refused."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 
-import draftsmith.models.drafters
 from draftsmith.errors import UserError
-from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
 
 
@@ -73,30 +70,3 @@ def test_counts_that_would_exhaust_memory_are_refused(
     change(folder, **values)
     with pytest.raises(UserError, match=next(iter(values))):
         read_drafter(folder, "auto")
-
-
-NO_LINE = r"/mine.py has no line `DRAFTER = YourClass`"
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("class Mine(MedusaDrafter):\n    pass\n", NO_LINE),
-        ("DRAFTER: type[MedusaDrafter] = MedusaDrafter\n", NO_LINE),
-        (
-            "class Mine(MedusaDrafter):\n    pass\n\nDRAFTER = Mine\n",
-            r"mine.py: Mine.config_class is .*Config, whose model_type is `draftsmith-medusa`: .* `draftsmith-mine`$",
-        ),
-    ],
-)
-def test_incomplete_file_of_a_kind_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
-) -> None:
-    """With another `model_type` a drafter could be trained, and not be loaded."""
-    text = f"from draftsmith.models.drafters.medusa import MedusaDrafter\n\n\n{text}"
-    (tmp_path / "mine.py").write_text(text)
-    monkeypatch.setattr(registry, "DRAFTERS", tmp_path)
-    monkeypatch.setattr(draftsmith.models.drafters, "__path__", [str(tmp_path)])
-    with pytest.raises(UserError, match=sentence):
-        load_drafter_class("mine")
-    sys.modules.pop("draftsmith.models.drafters.mine", None)

@@ -50,22 +50,6 @@ def test_draft_vocabulary_has_the_most_frequent_tokens(size: int, tmp_path: Path
     assert torch.equal(saved["lm_head.weight"], target.get_output_embeddings().weight[expected])
 
 
-@pytest.mark.parametrize(
-    ("size", "coverage", "sentence"),
-    [
-        (2, 5 / 8, "2 of 61 tokens, covers 62.50% of the answers' tokens"),
-        (4, 1.0, "4 of 61 tokens, covers 100.00% of the answers' tokens"),
-        (6, 1.0, "tokens; only 4 occur in them: drafter.options.draft_vocab_size=4 would do"),
-    ],
-)
-def test_coverage_is_reported(size: int, coverage: float, sentence: str) -> None:
-    drafter = tiny_drafter_of("parallel", tiny_target(), draft_vocab_size=size)
-    assert drafter.vocab.coverage is None
-    drafter.vocab.prepare(ROWS)
-    assert drafter.vocab.coverage.coverage == coverage
-    assert drafter.vocab.coverage.sentence().endswith(sentence)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_borrowed_head_has_rows_of_the_targets(bias: bool, tmp_path: Path) -> None:
     """It is frozen, no parameter and in no checkpoint; gathered on loading, it moves with the drafter."""

@@ -3,12 +3,10 @@
 from typing import Any
 
 import pytest
-from support.tiny_models import VOCABULARY, tiny_target
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
-from draftsmith.models.drafters.dflash import DFlashDrafter
 
 TARGET_LAYERS = 4
 LOSSES = "loss`: must be ce, kl, tv, or some of these with a weight each, as in `{ce: 0.1, tv: 1.8}`"
@@ -63,21 +61,3 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_invalid_options_are_reported(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_drafter_class(kind).from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [kind for kind in drafter_kinds() if "attention" in load_drafter_class(kind).config_class.Options.model_fields],
-)
-def test_architecture_without_layers_for_drafters_is_reported(kind: str) -> None:
-    """PaSS is the exception: it runs the target's own layers."""
-    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=2)
-    target = AutoModelForCausalLM.from_config(config)
-    if kind == "pass_embeddings":
-        with pytest.raises(UserError, match=r"`gpt2` is not supported.*llama, mistral"):
-            load_drafter_class(kind).from_target(target, {})
-        return
-    drafter = load_drafter_class(kind).from_target(target, {})
-    assert drafter.config.layers_of["model_type"] == (
-        "qwen3" if issubclass(load_drafter_class(kind), DFlashDrafter) else "llama"
-    )

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ghost_device import GhostDevice, ghost_device
-from support.ghost_kernels import split_kernels
 from support.split_attention import CASES, differences
-from support.tiny_models import tiny_drafter_of, tiny_target
 from support.vllm_answers import TRITON, has_triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.decoding import cached_attention
 from draftsmith.models.kernels import cuda_attention
 from draftsmith.models.kernels.cuda_attention import (
     SPLIT_SDPA,
@@ -54,71 +47,6 @@ def test_equals_torchs_attention_on_a_gpu(dtype: torch.dtype, tolerance: float) 
     results = differences(torch.device("cuda"), dtype)
     assert len(results) == NUM_RESULTS
     assert max(results) < tolerance
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[GhostDevice]]:
-    """A ghost of a GPU where the kernels work."""
-    kernels = split_kernels()
-    monkeypatch.setattr(cuda_attention, "_kernels", lambda: kernels)
-    for module in (cuda_attention, cached_attention):
-        monkeypatch.setattr(module, "has_split_attention", lambda *_: True)
-    with ghost_device() as ghost, torch.inference_mode():
-        yield ghost
-
-
-def launches(ghost: type[GhostDevice], work: Callable[[], Any]) -> Counter[str]:
-    """What one call of a work launches, once everything is made that stays; the host must not wait."""
-    for _ in range(2):
-        ghost.forget()
-        ghost.counting = True
-        work()
-        ghost.counting = False
-    assert ghost.of("back") == 0
-    return Counter({what: count for (kind, what), count in ghost.counts.items() if kind == "launch"})
-
-
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_a_layer_of_a_forward_is_its_own_operations_and_two_kernels(counted: type[GhostDevice], nodes: int) -> None:
-    """Nothing else is launched for attention but the two copies into the cache, whatever is prepared for a forward.
-
-    A layer of Llama has 33 others in fp32: 7 products, 6 of each of two norms, 10 of RoPE, 2 residual sums, and 2 of
-    the activation.
-    """
-    tree = DraftTree([7] * nodes, TreeShape.chain(nodes - 1))
-    logits, of_layers = [], []
-    for attention in ("split", "sdpa"):
-        for layers in (2, 3):
-            target = tiny_target(num_hidden_layers=layers, head_dim=16).to("cuda:0")
-            if attention == "split":
-                use_split_sdpa(target)
-            with TargetSession(target, 64) as session:
-                session.prefill([5, 9, 33, 12, 40, 7])
-                if attention == "split":
-                    of_layers.append(launches(counted, lambda session=session: session.forward_tree(tree)))
-                logits.append(session.forward_tree(tree).logits.held)
-    few, many = of_layers
-    assert [many[kernel] - few[kernel] for kernel in ("partial_attention", "merge_splits", "copy_")] == [1, 1, 2]
-    assert many.total() - few.total() == 33 + 4
-    assert few.total() - 2 * (33 + 4) <= (15 if nodes == 1 else 18)  # embedding, angles, last norm, head; a tree's mask
-    torch.testing.assert_close(logits[:2], logits[2:])
-
-
-@pytest.mark.parametrize(("kind", "most"), [("parallel", 62), ("eagle", 38), ("hydra", 19)])
-def test_an_uncompiled_draft_is_few_operations(counted: type[GhostDevice], kind: str, most: int) -> None:
-    target = tiny_target(num_hidden_layers=4, head_dim=16)
-    drafter = tiny_drafter_of(kind, target)
-    target.to("cuda:0")
-    decoder: Any = drafter.to("cuda:0").attach(target).decoder(64)
-    ids, features = torch.full((6,), 5).to("cuda:0"), torch.zeros(6, 32).to("cuda:0")
-    decoder.start(ids, features)
-
-    def draft() -> None:
-        decoder.observe(ids[:1], features[:1])
-        (decoder.draft if kind == "parallel" else decoder.begin)()
-
-    draft()  # the prompt
-    assert launches(counted, draft).total() <= most
 
 
 def sample(rows: int = 5, kv_heads: int = 3, head_size: int = 64) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Views of a target's config, text models extracted from wrappers, and attention with all its terms."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_without_weights
 from draftsmith.models.target.text_model import attention_sentence, running_sentence
 from draftsmith.models.target.view import target_values
-from draftsmith.models.weights import read_pretrained
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -168,38 +166,6 @@ def test_attention_of_other_targets(tmp_path: Path) -> None:
     assert attention_sentence(load_target(eager)[0]) == "eager"
 
 
-@pytest.mark.parametrize(
-    ("message", "way_out"),
-    [
-        ("Please pass the argument `trust_remote_code=True`", r"set target\.trust_remote_code=true if you trust it"),
-        (
-            "X does not support an attention by scaled_dot_product_attention yet",
-            r"set target\.attn_implementation=eager",
-        ),
-        ("[Errno 13] Permission denied: '/x/hub'", "set the environment variable HF_HOME to a folder"),
-        ("Unrecognized configuration class CLIPConfig for AutoModelForCausalLM", "use a causal language model"),
-        ("Loading a GPTQ model requires `pip install gptqmodel`", "install the package that it names"),
-        ("anything else", "give a folder with a transformers checkpoint"),
-    ],
-)
-def test_suggested_way_out_fits_the_cause(message: str, way_out: str) -> None:
-    def load() -> None:
-        raise ValueError(message)
-
-    with pytest.raises(UserError, match=way_out):
-        read_pretrained("target.model", "x/y", load)
-    with pytest.raises(UserError, match="give a folder with a transformers checkpoint"):
-        read_pretrained("drafter", "x/y", load)
-
-
-def test_unknown_model_type_is_reported(tmp_path: Path) -> None:
-    recipe = save_model(tmp_path, tiny_target("llama", vocab_size=20))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "brandnew"}))
-    with pytest.raises(UserError, match="use a version of transformers that knows this model_type"):
-        load_target(recipe)
-
-
 def test_features_of_a_decoder_inside_the_base_model() -> None:
     """OPT's LM head reads its decoder, called without the base model's forward."""
     config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES["opt"])
@@ -209,18 +175,6 @@ def test_features_of_a_decoder_inside_the_base_model() -> None:
         torch.testing.assert_close(target.lm_head(target_features(target, ids)), target(input_ids=ids).logits)
     TargetSession(target, 32).close()
     assert ParallelDrafter.from_target(target, {"num_masks": 2}).attached.target is target
-
-
-def test_encoder_is_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    for decoder in (False, True):
-        AutoConfig.for_model("bert", vocab_size=20, is_decoder=decoder, **sizes).save_pretrained(tmp_path)
-        recipe = TargetRecipe(model=str(tmp_path), device="cpu")
-        if decoder:
-            assert load_target_config(recipe).model_type == "bert"
-        else:
-            with pytest.raises(UserError, match=r"is an encoder \(bert, is_decoder: false\)"):
-                load_target_config(recipe)
 
 
 def test_alibi_by_cache_columns_is_refused() -> None:

@@ -80,11 +80,6 @@ def test_wrong_stepwise_decoder_is_found(
         assert place != "prefix" or found.prefix_tokens == 11  # the only round that commits several tokens precedes it
 
 
-def test_missing_member_of_a_stepwise_decoder_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^HydraDecoder has begin\(\) as a StepwiseDecoder, but no num_depths$"):
-        drafter_difference("hydra", {}, lambda decoder: delattr(decoder, "num_depths"))
-
-
 def test_parallel_drafter_passes_unless_a_feature_is_shifted() -> None:
     target = tiny_target()
     drafter: Any = ParallelDrafter.from_target(target, {"num_masks": 3}).eval()

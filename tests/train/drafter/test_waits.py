@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ghost_device import NOT_WAITED_FOR, GhostDevice, KeptTensors, ghost_device
+from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.groups.attention import _Folded, _FoldedGroupAttention
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
@@ -75,36 +74,3 @@ def test_step_waits_twice(kind: str, options: dict[str, Any], documents: int) ->
     assert ghosts.counts["back", "item"] == forwards_of_the_target, ghosts.lines
     assert ghosts.of("back") == forwards_of_the_target + 1, ghosts.lines
     assert {what for kind, what in ghosts.counts if kind == "in"} <= {NOT_WAITED_FOR}, ghosts.lines
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
-def test_launches_do_not_grow_with_documents(kind: str) -> None:
-    few, many = (dict(count_step(kind, {}, documents).counts) for documents in (2, 12))
-    assert sum(few.values()) > 200
-    assert few == many
-
-
-def test_attention_of_documents_is_one_kernel_per_direction() -> None:
-    """Its results, forward and backward, equal the CPU's document by document."""
-    results = []
-    for lengths in ([5, 19], [3, 1, 9, 0, 4, 7]):
-        bounds_d = torch.tensor([0, *lengths]).cumsum(0).int()
-        generator = torch.Generator().manual_seed(1)
-        q, k, v = (torch.randn(1, heads, 3, 24, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
-        found = []
-        for device in ("cpu", "cuda:0"):
-            with ghost_device() as ghosts, torch.no_grad():
-                kept: Any = KeptTensors()
-                parts = [part.to(device) for part in (q, k, v)]
-                documents = bounds_d.to(device), max(lengths)
-                ghosts.counting = True
-                folded = _Folded(parts[0].shape[2], parts[1].shape[2] - 1, 0.3, documents, True, None)
-                out = _FoldedGroupAttention.forward(kept, *parts, folded)
-                grads = _FoldedGroupAttention.backward(kept, out.sin())[:3]
-                ghosts.counting = False
-                found.append([part.cpu() for part in (out, *grads) if part is not None])
-        torch.testing.assert_close(found[0], found[1], atol=0.03, rtol=0.03)
-        assert ghosts.counts["kernel", "packed flash"] == ghosts.counts["kernel", "packed flash backward"] == 1
-        assert (ghosts.of("back"), ghosts.of("in"), ghosts.of("kernel")) == (0, 0, 2)
-        results.append(dict(ghosts.counts))
-    assert results[0] == results[1]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.errors import UserError
 from draftsmith.train.drafter.rows import ROWS_COLUMN
 from draftsmith.train.drafter.trainer import FeatureCollator
 from draftsmith.train.features import cache as feature_cache
@@ -92,20 +91,3 @@ def test_batches_are_padded(tmp_path: Path) -> None:
     assert batch["input_ids"].tolist() == [[1] * 4, [1, 0, 0, 0]]
     sent = pickle.loads(pickle.dumps(collator))(rows)
     assert all(torch.equal(sent[name], value) for name, value in batch.items())
-
-
-def test_missing_or_damaged_cache_is_one_sentence(tmp_path: Path) -> None:
-    index, _ = write_cache(tmp_path)
-    file = tmp_path / index.shards[0].file
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"features-00000.safetensors cannot be read .*: delete it, then"):
-        FeatureCache(tmp_path, index, LAYERS)
-    write_shard(file, {str(layer): torch.zeros(3, HIDDEN) for layer in LAYERS})
-    with pytest.raises(UserError, match=r"features-00000.safetensors does not hold what index.json says"):
-        FeatureCache(tmp_path, index, LAYERS)
-    for text in ("{", "{}", "[]", '{"format": 2}'):
-        (tmp_path / "index.json").write_text(text)
-        with pytest.raises(UserError, match=r"index.json is damaged or of another version: delete"):
-            FeatureIndex.read(tmp_path)
-    assert FeatureIndex.read(tmp_path / "nowhere") is None

@@ -156,44 +156,6 @@ def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
     rows.save_to_disk(str(Path(recipe.runs_dir) / recipe.name / "data" / "tokens"))
 
 
-def test_draft_vocabularies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of seven answer tokens the most frequent one makes three, the next two; a row of the head is 64 fp32."""
-    monkeypatch.setattr("draftsmith.train.plan.plan.DRAFT_VOCABULARIES", (2, 3, 512))
-    recipe = build_recipe(tmp_path)
-    assert make_plan(recipe, GIVEN).vocabulary == []
-    row = {"input_ids": [9, 5, 5, 5, 7, 7, 6, 8], "loss_mask": [0] + [1] * 7}
-    datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "runs" / "planned" / "data" / "tokens"))
-    lines = make_plan(recipe, GIVEN).vocabulary
-    assert [(line.what, line.amount) for line in lines] == [
-        (f"LM head of {size} tokens", 256 * size) for size in (2, 3, 512)
-    ]
-    assert [line.how.partition("% ")[::2] for line in lines] == [
-        ("71.43", "of the answers' tokens: drafter.options.draft_vocab_size=2"),
-        ("85.71", "of the answers' tokens: drafter.options.draft_vocab_size=3"),
-        ("100.00", "of the answers' tokens: drafter.options.draft_vocab_size=null"),
-    ]
-
-
-def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
-    """Three conversations of one, two and two questions; `limit` takes the first two."""
-    file, sizes = tmp_path / "talk.jsonl", (1, 2, 2)
-    talks = [[f"{number} {turn}" for turn in range(size)] for number, size in enumerate(sizes)]
-    file.write_text("\n".join(json.dumps({"turns": talk}) for talk in talks) + "\n{damaged\n")
-    for limit, (conversations, answers) in {None: (3, 5), 2: (2, 3)}.items():
-        data = {"conversations": {"source": str(file), "limit": limit}, "distill": {"max_new_tokens": 10}}
-        recipe = build_recipe(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
-        plan = make_plan(recipe, GIVEN)
-        assert plan.disk[0].amount == 2 * 64 * conversations * 32
-        rate, seconds = (line.amount for line in plan.time if line.what == "training")
-        assert seconds == pytest.approx(3 * conversations * 32 / rate)
-        (distilling,) = (line for line in plan.time if line.what == "distilling")
-        assert distilling.how.startswith(f"{answers} answers of 10 tokens")
-    assert (
-        "assumed"
-        in next(line for line in make_plan(build_recipe(tmp_path), GIVEN).time if line.what == "distilling").how
-    )
-
-
 def test_processes_divide_the_time(tmp_path: Path) -> None:
     """Training and evaluation are divided by the processes, distillation by one copy of the target per GPU."""
     distill = {"engine": "vllm", "options": {"tensor_parallel_size": 2}}
@@ -204,22 +166,6 @@ def test_processes_divide_the_time(tmp_path: Path) -> None:
     assert {stage: times[0][stage] / times[1][stage] for stage in times[0]} == pytest.approx(
         {"training": 8, "distilling": 4, "measuring": 8}
     )
-
-
-def test_verdict_names_the_largest_parts(tmp_path: Path) -> None:
-    """A tenth is left free; in each of several processes DDP keeps the gradients twice."""
-    recipe = build_recipe(tmp_path)
-    plan = make_plan(recipe, GIVEN)
-    gradients = read_amount(plan.memory, "gradients")
-    largest, *_ = sorted(plan.memory[:-1], key=lambda line: -line.amount)
-    for processes, need in ((1, plan.kept_bytes), (4, plan.kept_bytes + gradients)):
-        for share, fits in ((1.1, False), (1.2, True)):
-            given = replace(GIVEN, memory_gib=share * need / 2**30, processes=processes)
-            found = make_plan(recipe, given)
-            assert found.fits is fits
-            assert (f"({largest.what}: " in str(found.verdict)) is not fits
-            assert ("in each of 4 processes, by DDP" in str(found.verdict)) is (processes > 1)
-    assert "without activations, which `--measure` adds" in str(found.verdict)
 
 
 @pytest.mark.slow

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
-from draftsmith.train.drafter.checkpoints import check_same_launch, write_manifest
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
@@ -73,21 +71,3 @@ def test_impossible_combinations_are_reported(
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
         check_launch(recipe, make_arguments(tmp_path, **train), launch)
-
-
-def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
-    write_manifest(tmp_path, FSDP2, torch.device("cpu"))
-    check_same_launch(tmp_path, FSDP2)
-    with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
-        check_same_launch(tmp_path, DDP)
-    with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
-        check_same_launch(tmp_path, ALONE)
-
-
-def test_only_one_gpu_is_used_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the Trainer would wrap the drafter in nn.DataParallel, whose replicas have no target."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    args = training_arguments({}, tmp_path, seed=0)
-    assert args.n_gpu == 1
-    assert args.train_batch_size == args.per_device_train_batch_size

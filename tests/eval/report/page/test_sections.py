@@ -9,8 +9,6 @@ from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, Trace
 from draftsmith.eval.report.page.comparisons import (
     MOST_DEPTHS,
     acceptance_depths,
-    length_tables,
-    mean_rounds,
     method_tables,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
@@ -58,30 +56,7 @@ def test_acceptance_by_depth() -> None:
     assert listed == [("deep", MOST_DEPTHS, 3), ("seldom", 1, 2), ("hot", 1, 0)]
 
 
-def test_tau_by_length() -> None:
-    """A column for every bucket of any method; a dash where a method has no rounds in it."""
-    early, late = ({"from": low, "below": 2 * low or 16, "rounds": 5, "tau": 2.5} for low in (0, 32))
-    rows = [
-        row("chain", "overall", tau_by_context=[], tau_by_position=[early, late]),
-        row("tree", "overall", tau_by_context=[], tau_by_position=[late]),
-        row("autoregressive", "overall", tau_by_position=[early | {"from": 16, "below": 32}]),
-        row("chain", "math"),
-    ]
-    ((tokens, buckets, shown),) = length_tables(rows)
-    assert (tokens, buckets) == ("answer", ["below 16", "32 to 63"])
-    assert [(each["method"], cells) for each, cells in shown] == [("chain", [early, late]), ("tree", [None, late])]
-    assert length_tables([row("chain", "overall")]) == []
-
-
 # ---- rounds ----
-
-
-def test_mean_round() -> None:
-    """1 + 4.5 + 0.2 + 0.123 ms for 2.5 tokens; the longest bar is 98 % wide. The cheapest token comes first."""
-    ((temperature, scale, rows),) = mean_rounds([TIMING[0] | {"method": "worse", "tau": 2.0}, *TIMING])
-    assert (temperature, [row["method"] for row in rows]) == (0.0, ["tree", "worse"])
-    assert rows[0]["round_s"] == pytest.approx(0.005823)
-    assert scale.percent(5.823) == pytest.approx(100 / 1.02, abs=0.01)
 
 
 def test_answers_round_by_round() -> None:
