@@ -23,7 +23,7 @@ from draftsmith.files import check_writable, expand_home, file_sha256, read_json
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.formats import causal_lm, dflash, eagle, heads
+from draftsmith.models.formats import causal_lm, dflash, eagle, heads, vllm_layout
 from draftsmith.models.formats.reading import Checkpoint, Keys, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
@@ -198,6 +198,8 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "EAGLE-3", eagle.parameters
     if fused is not None and fused.ndim == 2 and fused.shape[1] == 2 * fused.shape[0]:
         return "EAGLE", eagle.eagle_parameters
+    if "layer_width" in keys:
+        return "draftsmith's vLLM plugin", vllm_layout.parameters
     if "model.norm.weight" in names and "num_hidden_layers" in keys:
         return "transformers", causal_lm.parameters
     raise UserError(
@@ -241,7 +243,7 @@ def _weights_files(folder: Path) -> list[Path]:
     Raises:
         UserError: An index names a file that is missing.
     """
-    for index in sorted(folder.glob("*.index.json")):
+    for index in sorted(file for file in folder.glob("*.index.json") if file.is_file()):
         for name in sorted(set(read_json(index, dict[str, str], "fetch it again", "weight_map").values())):
             if not (folder / name).is_file():
                 raise UserError(f"{folder / name} is missing, a part of the weights that {index.name} names: fetch it")

@@ -595,6 +595,15 @@ def test_export_imports_again(tmp_path: Path) -> None:
             import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / f"turned-{kind}")
 
 
+def test_parallel_drafter_of_the_plugin_imports_again(tmp_path: Path) -> None:
+    drafter = tiny_drafter_of("parallel", TARGET, feature_layers=[1, -1], draft_vocab_size=20, first_token=False)
+    export_drafter(drafter, "vllm", tmp_path / "out", "TARGET", tmp_path)
+    assert import_drafter(str(tmp_path / "out"), TARGET, tmp_path / "back").kind == "parallel"
+    again = load_drafter(tmp_path / "back", TARGET)
+    assert_same(again.state_dict(), drafter.state_dict())
+    assert (again.config.first_token, again.reads_first_token) == (False, False)
+
+
 def test_import_command(published: Publish, tmp_path: Path) -> None:
     save_target(tmp_path / "target")
     medusa = published("medusa")
