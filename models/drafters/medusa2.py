@@ -236,7 +236,7 @@ class Lora:
 
     def __init__(self, target: PreTrainedModel, pairs: Mapping[str, Any], scale: float) -> None:
         self._pairs = {target.get_submodule(name): pair for name, pair in pairs.items()}
-        self._scale, self.is_on, self.is_merged = scale, True, False
+        self._scale, self.is_on = scale, True
         self._hooks = [layer.register_forward_hook(partial(self._add, pair)) for layer, pair in self._pairs.items()]
 
     def _add(self, pair: LoraPair, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -245,16 +245,16 @@ class Lora:
 
     def merge(self) -> None:
         """Add the change to the target's weights, so that the target runs as fast as without it."""
-        if not self.is_merged:
-            self._change_weights(1)
-            self.is_merged = True
+        if self._hooks:
             self._remove_hooks()
+            self._change_weights(1)
 
     def remove(self) -> None:
         """Restore the target's layers; after a `merge`, up to rounding."""
-        if self.is_merged:
+        if self._hooks:
+            self._remove_hooks()
+        else:
             self._change_weights(-1)
-        self._remove_hooks()
 
     @torch.no_grad()
     def _change_weights(self, sign: int) -> None:
@@ -264,8 +264,8 @@ class Lora:
             layer.weight.add_((change.T if isinstance(layer, Conv1D) else change) * self._scale, alpha=sign)
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 _loras: WeakKeyDictionary[PreTrainedModel, Lora] = WeakKeyDictionary()
@@ -312,29 +312,23 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
     Raises:
         UserError: No linear layer has one of these names.
     """
-    prefix = f"{target.base_model_prefix}."
-    found = {
-        name: _shape(module)
-        for name, module in target.named_modules()
-        if name.startswith(prefix) and isinstance(module, nn.Linear | Conv1D)
-    }
+    shapes = {}
+    for name, module in target.named_modules():
+        if name.startswith(f"{target.base_model_prefix}."):
+            if isinstance(module, Conv1D):  # GPT-2's linear layer, transposed
+                shapes[name] = list(module.weight.shape)
+            elif isinstance(module, nn.Linear):
+                shapes[name] = [module.in_features, module.out_features]
     if endings == ALL_LINEAR:
-        return found
+        return shapes
     for part in endings:
-        if not any(name.endswith(f".{part}") for name in found):
-            known = sorted({name.rsplit(".", 1)[-1] for name in found})
+        if not any(name.endswith(f".{part}") for name in shapes):
+            known = sorted({name.rpartition(".")[2] for name in shapes})
             raise UserError(
                 f"key `drafter.options.lora_targets`: the target has no linear layer `{part}`; use some of "
                 f"{', '.join(known)}, or `{ALL_LINEAR}`"
             )
-    dotted = tuple(f".{part}" for part in endings)
-    return {name: shape for name, shape in found.items() if name.endswith(dotted)}
-
-
-def _shape(module: Any) -> list[int]:
-    if isinstance(module, Conv1D):  # GPT-2's linear layer, transposed
-        return list(module.weight.shape)
-    return [module.in_features, module.out_features]
+    return {name: shape for name, shape in shapes.items() if name.endswith(tuple(f".{part}" for part in endings))}
 
 
 DRAFTER = Medusa2Drafter

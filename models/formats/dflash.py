@@ -100,16 +100,13 @@ def to_speculators(drafter: Drafter, write: Callable[[Drafter], Checkpoint], arc
         del layers[key]
     config = {
         "architectures": [architecture],
-        **speculators_keys(drafter),
-        "transformer_layer_config": layers,
+        **speculators_keys(drafter, layers),
         "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
         "block_size": ours.block_size,
         "aux_hidden_state_layer_ids": list(ours.feature_layers),
         "mask_token_id": ours.mask_token_id,
         "sliding_window_non_causal": True,
         "sample_from_anchor": False,
-        "tie_word_embeddings": False,
-        "dtype": layers["dtype"],
         **{key: own[key] for key in DFLASH2_KEYS if key in own},
     }
     return Checkpoint(config, written.tensors)

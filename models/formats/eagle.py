@@ -71,6 +71,11 @@ EAGLE3_RULES = (
     no_layers_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.layers_of[model_type]}'s layers"),
 )
 PEAGLE_RULES = (*EAGLE3_RULES, only("markov_rank", 0, "P-EAGLE has no Markov head"))
+THREE_LAYERS = Refusal(
+    "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
+    "its EAGLE-3 class fuses three layers of the target, not {config.feature_layers}",
+    "three layers in drafter.options.feature_layers",
+)  # fmt: skip
 # SGLang runs Llama's layer only.
 LLAMA_ALONE = (
     *EAGLE3_RULES,
@@ -78,12 +83,8 @@ LLAMA_ALONE = (
     only("sliding_window", None, "its EAGLE-3 class attends to all tokens"),
     NO_ATTENTION_BIAS,
     only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
-    Refusal(
-        "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
-        "its EAGLE-3 class fuses three layers of the target, not {config.feature_layers}",
-        "three layers in drafter.options.feature_layers",
-    ),
-)  # fmt: skip
+    THREE_LAYERS,
+)
 EMBEDDINGS_LAYER = Refusal(
     "the embeddings among its layers",
     lambda config: 0 in config.feature_layers,
@@ -126,32 +127,21 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
     written = to_vllm(drafter)
     layers, has_masks = written.config, "mask_hidden" in written.tensors
     layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
-    top = {key: layers.pop(key) for key in ("draft_vocab_size", FEATURE_LAYERS)}
-    if has_masks:
-        top["mask_token_id"] = layers.pop("mask_token_id")
-        del layers["pard_token"]
-    config: dict[str, Any] = {
+    config = {
         "architectures": ["PEagleSpeculator" if has_masks else "Eagle3Speculator"],
-        **speculators_keys(drafter),
-        "transformer_layer_config": layers,
-        "norm_before_residual": layers.pop("norm_before_residual"),
+        **speculators_keys(drafter, layers),
+        **{key: layers.pop(key) for key in ("draft_vocab_size", FEATURE_LAYERS, "norm_before_residual")},
         **{key: layers[key] for key in NORMS},
-        "tie_word_embeddings": False,
-        "dtype": layers["dtype"],
-        **top,
     }
-    tensors = _with_head(renamed(written.tensors, NAMES, back=True), drafter)
+    tensors = renamed(written.tensors, NAMES, back=True)
     if has_masks:
+        config["mask_token_id"] = layers.pop("mask_token_id")
+        del layers["pard_token"]
         tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
-    return Checkpoint(config, tensors)
-
-
-def _with_head(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, Tensor]:
-    """Add the target's LM head, in the drafter's dtype, if the drafter has none."""
     if "lm_head.weight" not in tensors:
-        vocabulary = drafter.config.target_config["vocab_size"]
-        tensors["lm_head.weight"] = borrowed_head(drafter, f"drafter.options.draft_vocab_size={vocabulary}")
-    return tensors
+        line = f"drafter.options.draft_vocab_size={drafter.config.target_config['vocab_size']}"
+        tensors["lm_head.weight"] = borrowed_head(drafter, line)
+    return Checkpoint(config, tensors)
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:

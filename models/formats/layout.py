@@ -106,11 +106,14 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
-def speculators_keys(drafter: Drafter) -> dict[str, Any]:
-    """Return the keys of every config of the speculators library: its kind, and the target."""
+def speculators_keys(drafter: Drafter, layers: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of every config of the speculators library: its kind, its layers, and the target."""
     kind = drafter.config.kind
     return {
         "speculators_model_type": kind,
+        "transformer_layer_config": layers,
+        "tie_word_embeddings": False,
+        "dtype": layers["dtype"],
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

@@ -81,11 +81,7 @@ EAGLE3_RULES = (
     no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
     only("sliding_window", None, "its EAGLE-3 layer attends to all tokens"),
     NO_ATTENTION_BIAS,
-    Refusal(
-        "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,
-        "its EAGLE-3 loader takes three layers of the target, not {config.feature_layers}",
-        "three layers in drafter.options.feature_layers",
-    ),
+    eagle.THREE_LAYERS,
     only("fc_norm", False, "its EAGLE-3 loader knows no fc_norm"),
     only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
 )  # fmt: skip

@@ -111,7 +111,7 @@ def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, t
 
 def test_drafters_that_loaders_cannot_read_are_refused(target: Any, file: Path, tmp_path: Path) -> None:
     two = build_drafter("eagle3", {"feature_layers": [2, 7]}, target).config
-    assert "takes three layers of the target, not [2, 7]: train with three layers in" in str(refusal(two, "gguf"))
+    assert "fuses three layers of the target, not [2, 7]: train with three layers in" in str(refusal(two, "gguf"))
     normed = build_drafter("eagle3", {"fc_norm": True}, target).config
     assert "train with drafter.options.fc_norm=false" in str(refusal(normed, "gguf"))
     assert "has no place for parallel: train with drafter.kind=eagle3" in str(
