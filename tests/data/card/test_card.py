@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 from huggingface_hub import DatasetCard
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.card.card import write_data_card
-from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger import Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.conversation import Conversation, Turn
@@ -123,38 +121,6 @@ def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
     assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
 
 
-def test_card_counts_masked_copies(tmp_path: Path) -> None:
-    """Of 30 times the same two letters only the first two and the end carry loss; of an answer of 11 letters all do.
-
-    The card counts masked tokens as prompt tokens. Without the option none is masked, and the folder's fingerprint
-    is the same as before the option existed.
-    """
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    h, i = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hi")
-    said = [talk("1", "hi", "hi" * 30, ids=[*[h, i] * 30, end]), talk("2", "hi", "h" * 11, ids=[*[h] * 11, end])]
-    kept, _ = card_of_run(tmp_path / "keep", 100, said)
-    masked, tokens = card_of_run(tmp_path / "mask", 100, said, loops="mask")
-    assert (kept.loss_tokens, kept.copied_tokens) == (61 + 12, 0)
-    assert (masked.loss_tokens, masked.copied_tokens) == (3 + 12, 58)
-    assert tokens["answer"]["total"] == 15
-    assert (masked.tokens, masked.fingerprint == kept.fingerprint) == (kept.tokens, False)
-    rows = datasets.load_from_disk(str(tmp_path / "mask" / "mine" / "data" / "tokens"))
-    assert rows["loss_mask"][0][-61:] == [1, 1, *[0] * 58, 1]
-    assert ", 58 in copies without loss)" in masked.sentence()
-    card = (tmp_path / "mask" / "mine" / "data" / "README.md").read_text()
-    assert "58 tokens of answers are in copies of twelve tokens and more" in card
-    assert "in copies" not in (tmp_path / "keep" / "mine" / "data" / "README.md").read_text()
-
-
-def test_card_does_not_depend_on_the_order_of_records(tmp_path: Path) -> None:
-    """Only the hash of the shard's file differs."""
-    (first, values), (again, others) = (write_card(tmp_path, order) for order in (0, 1))
-    shards = [found["hashes"].pop("data_files").popitem()[1] for found in (values, others)]
-    assert shards[0] != shards[1]
-    assert first == again.replace(shards[1], shards[0])
-    assert values == others
-
-
 def test_card_holds_the_hashes_of_shards(tmp_path: Path) -> None:
     text, values = write_card(tmp_path)
     hashes, data = values["hashes"], tmp_path / "runs0" / "mine" / "data"
@@ -175,17 +141,3 @@ def test_hub_reads_the_card(tmp_path: Path) -> None:
     assert text.count("\n### ") == 5
     assert "````text\nSo ```it``` is\n---\n" in text  # a fence longer than any in the text
     assert " [...]\n````" in text
-
-
-def test_card_of_the_embedded_conversations(tmp_path: Path) -> None:
-    """A conversation without its source is counted too."""
-    data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
-    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
-    run = RunFolder(recipe)
-    report = distill(recipe, TOKENIZER, run)
-    Ledger(run.data).commit([], [replace(talk("x", "a", "b"), source="")])
-    build_token_dataset(recipe, TOKENIZER, run)
-    text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
-    assert "standard library of Python 3.11, SHA-256" in text
-    assert "written by `embedded` itself" not in text
-    assert "| no longer in the sources | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 | 0 |" in text

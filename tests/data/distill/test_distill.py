@@ -24,7 +24,6 @@ from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
@@ -213,19 +212,6 @@ def test_final_refusal_ends_a_conversation_with_its_answers(source: Path, tmp_pa
     assert [turn.role for turn in load_answered(tmp_path / "out")["one"].turns] == ["user", "assistant"]
 
 
-def test_thoughts_between_special_tokens_stay_thoughts_in_the_history(source: Path, tmp_path: Path) -> None:
-    """Without their tokens they would be part of the answer; other special tokens are left out."""
-    tokenizer = tiny_tokenizer(templates.CHATML, special=("[THINK]", "[/THINK]"))
-    recipe = make_recipe(source)
-    recipe.data.reasoning_tokens = ("[THINK]", "[/THINK]")
-    engine = HashEngine(tokenizer)
-    engine.answer = lambda prompt: "[THINK]secret[/THINK]Hello.<pad>"  # type: ignore[method-assign]
-    run(recipe, tmp_path / "out", engine)
-    assert {turn.content for turn in load_answered(tmp_path / "out")["one"].turns[1::2]} == {
-        "[THINK]secret[/THINK]Hello."
-    }
-
-
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
     """A cut first answer drops the conversation; a later one ends it before the question of that answer."""
     recipe = make_recipe(source, cut_answers="drop")
@@ -262,23 +248,6 @@ def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkey
     run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
-def test_kept_cut_answers_are_not_lost(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One blank cut answer after a kept one neither stops the run nor asks for what is set."""
-
-    class BlankOnceEngine(CutEngine):
-        def complete(self, prompt: str) -> Outcome:
-            outcome = super().complete(prompt)
-            assert isinstance(outcome, Completion)
-            return Completion([], "length") if outcome.finish_reason == "length" and "two" in prompt else outcome
-
-    monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / distill_module.CUT_AT_FIRST)
-    monkeypatch.setattr(distill_module, "MANY_CUT_FRAC", 0.2)
-    engine = BlankOnceEngine(tiny_tokenizer(templates.CHATML))
-    report = run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
-    assert (report.answers_cut_short, report.answers_dropped) == (2, 1)
-    assert "raise data.distill.max_new_tokens" not in report.sentence()
-
-
 def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
     """The answer carries loss up to the cut; no end token and no later turn follows."""
     tokenizer = tiny_tokenizer(templates.CHATML)
@@ -293,21 +262,6 @@ def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
         tokens = tokenize_rows(tokenizer, distilled, 512)[0][-1]
         assert tokens.input_ids[-len(answer_ids) :] == answer_ids
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
-
-
-def test_cut_answer_without_ids_is_dropped(source: Path, tmp_path: Path) -> None:
-    """Tokenising its text would add an end token that the target did not generate."""
-
-    class TextEngine(CutEngine):
-        def complete(self, prompt: str) -> Outcome:
-            whole = super().complete(prompt)
-            assert isinstance(whole, Completion)
-            return Completion(None, whole.finish_reason, self.tokenizer.decode(whole.token_ids))
-
-    recipe = make_recipe(source, cut_answers="keep")
-    report = run(recipe, tmp_path / "out", TextEngine(tiny_tokenizer(templates.CHATML)))
-    assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
-    assert "alone" not in load_answered(tmp_path / "out")
 
 
 def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Path) -> None:
@@ -364,14 +318,6 @@ def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_p
     assert len(load_answered(tmp_path / "last")["one"].turns) == 4  # the answers before the one that is rewritten
 
 
-def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
-    """The target generates " Hello"; Llama 2's template writes that space before the text "Hello"."""
-    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
-    engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
-    run(make_recipe(source), tmp_path / "out", engine)
-    assert load_answered(tmp_path / "out")["alone"].turns[1].content == "hi "
-
-
 def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     """From the file to the rows: thoughts carry loss, answers of weight 0 do not."""
     asked = {"role": "user", "content": "Say hi"}
@@ -426,21 +372,6 @@ def test_processes_of_a_launch_share_the_conversations(
     assert records_and_failures(tmp_path / "out") == records_and_failures(tmp_path / "whole")
     with run_lock(tmp_path / "out", "distill"), pytest.raises(UserError, match="out is in use by `draftsmith distill`"):
         run(recipe, tmp_path / "out", HashEngine(tokenizer))
-
-
-def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
-    """They are reported before anything is written, or left out and counted; if all are, the error says why."""
-    talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
-    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
-    folder = run_folder(recipe, tmp_path / "out")
-    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        distill(recipe, tokenizer, folder)
-    assert not folder.data.exists()
-    recipe.data.conversations.skip_invalid = True
-    assert distill(recipe, tokenizer, folder).kept == 1
-    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        build_token_dataset(recipe, tokenizer, folder)
 
 
 @pytest.mark.parametrize(
@@ -511,41 +442,6 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     assert records_and_failures(out)[1] == {}
 
 
-def test_settings_fixed_meanwhile_by_another_process_are_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "out"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    class Overtaken(HashEngine):
-        def collect(self) -> list[tuple[str, Outcome]]:
-            write_source(tmp_path / "other.jsonl", [["other"], ["second"]])
-            with monkeypatch.context() as second:
-                second.setenv("RANK", "1")
-                run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
-            return super().collect()
-
-    with pytest.raises(UserError, match=r"was started with data\.conversations\.source"):
-        run(make_recipe(source), out, Overtaken(tokenizer))
-    assert len(load_answered(out)) == 1
-
-
-def test_call_without_new_answers_leaves_the_settings(source: Path, tmp_path: Path) -> None:
-    """A smaller length, refused later for a training that was started, does not shut out the original settings."""
-    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "run" / "data"
-    recipe = make_recipe(source)
-    run(recipe, out, HashEngine(tokenizer))
-    fixed = (out / "distill_settings.json").read_text()
-    shorter = recipe.model_copy(deep=True)
-    shorter.data.max_length_tokens = 300
-    assert run(shorter, out, HashEngine(tokenizer)).kept == 0
-    assert (out / "distill_settings.json").read_text() == fixed
-    write_source(source, [*QUESTIONS, ["q9"]])
-    assert run(shorter, out, HashEngine(tokenizer)).kept == 1  # shortened by the smaller length from now on
-    with pytest.raises(UserError, match=r"data\.max_length_tokens = 300, now it is 512"):
-        run(recipe, out, HashEngine(tokenizer))
-
-
 OUTSIDE = "<|tool|>"
 
 
@@ -590,50 +486,6 @@ def test_no_room_for_answers_is_reported_before_the_first_request(source: Path, 
     recipe.data.max_length_tokens = 8
     with pytest.raises(UserError, match=r"none of 7 prompts leaves room .* within data.max_length_tokens=8: lower"):
         run(recipe, tmp_path / "short", engine)
-
-
-def test_resumed_run_may_add_more_conversations(source: Path, tmp_path: Path) -> None:
-    """More lines in a file, a higher limit, another name, the same questions at another path."""
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    questions = questions_file("embedded").read_bytes()
-    (tmp_path / "q.jsonl").write_bytes(questions)
-    recipe = make_recipe(source)
-    recipe.data.conversations.limit = 3
-    assert run(recipe, tmp_path / "out", engine).kept == 3
-    write_source(source, [*QUESTIONS, ["q9"]])
-    recipe.data.conversations.limit = None
-    recipe.data.conversations.name = "chats, second edition"
-    recipe.data.conversations.decontaminate = [str(tmp_path / "q.jsonl")]
-    assert run(recipe, tmp_path / "out", engine).kept == 5
-    (tmp_path / "q.jsonl").write_bytes(questions + b'{"question_id": 0, "category": "x", "turns": ["one"]}\n')
-    with pytest.raises(UserError, match=r"decontaminate \(hashes of the question files\)"):
-        run(recipe, tmp_path / "out", engine)
-    recipe.data.conversations.decontaminate = None
-    with pytest.raises(UserError, match="started with the target's weights"):
-        run(recipe, tmp_path / "out", engine, weights="b")
-
-
-def test_missing_template_is_reported_before_anything_is_written(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no chat template"):
-        run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
-    assert not (tmp_path / "out").exists()
-
-
-def test_template_without_system_turns(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    write_source(file, [["a"]])
-    roles = ("system", "user", "assistant")
-    with file.open("a") as stream:
-        stream.write(json.dumps({"messages": [{"role": role, "content": role} for role in roles]}) + "\n")
-    engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
-    engine.complete = lambda prompt: Completion(engine.tokenizer("hi</s>")["input_ids"], "stop")  # type: ignore[method-assign]
-    recipe = make_recipe(file)
-    with pytest.raises(UserError, match=r"System role not supported; .*skip_invalid=true"):
-        run(recipe, tmp_path / "out", engine)
-    recipe.data.conversations.skip_invalid = True
-    report = run(recipe, tmp_path / "out", engine)
-    assert dict(report.failed) == {"refused by the chat template": 1}
-    assert report.kept == 1
 
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Bern"}}\n</tool_call>'
@@ -705,14 +557,6 @@ def test_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> 
     assert found.tools == tuple(TOOLS)
 
 
-def test_target_that_calls_no_tool_continues_with_the_next_question(tmp_path: Path) -> None:
-    _, found, _ = run_tools(tmp_path, "It is.", messages=ASKED)
-    turns = found.turns
-    assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant"]
-    assert (turns[1].content, turns[2].content) == ("It is.", "Bye")
-    assert found.shortened is None
-
-
 @pytest.mark.parametrize(
     ("texts", "messages", "roles"),
     [
@@ -733,24 +577,3 @@ def test_conversation_ends_if_the_target_calls_other_tools(
     assert [turn.role for turn in found.turns] == roles
     assert found.shortened == distill_module.OTHER_CALLS
     assert report.shortened == {distill_module.OTHER_CALLS: 1}
-
-
-def test_conversation_may_end_with_a_tool_call(tmp_path: Path) -> None:
-    _, found, _ = run_tools(tmp_path, CALL % "sky", messages=[chat_message("Blue?", "user"), tool_calls_message("sea")])
-    assert found.turns[1].called == ["sky"]
-    assert found.shortened is None
-
-
-def test_tool_calls_are_kept_without_an_engine(tmp_path: Path) -> None:
-    file = tmp_path / "tools.jsonl"
-    file.write_text(json.dumps({"messages": ASKED[:4], "tools": json.dumps([TOOLS[0]["function"]])}))
-    engine = HashEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer())
-    distill(make_recipe(file, engine="none"), engine.tokenizer, run_folder(make_recipe(file), tmp_path))
-    (found,) = read_distilled(tmp_path)
-    assert [turn.role for turn in found.turns] == ["user", "assistant"]
-    assert found.tools == (TOOLS[0],)
-    (row,), _ = tokenize_rows(engine.tokenizer, found, 4096)
-    (answer,) = row.answers()
-    assert engine.tokenizer.decode(answer) == (CALL % "sky" + "\n" + CALL % "sea" + "<|im_end|>").replace(
-        "Bern", "Rome"
-    )

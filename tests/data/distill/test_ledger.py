@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.distill.ledger import SHARDS, Ledger, LedgerView
+from draftsmith.data.distill.ledger import Ledger, LedgerView
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.errors import UserError
 
@@ -51,29 +51,6 @@ def test_answers_of_unfinished_conversations_survive_a_killed_process(tmp_path: 
     assert [again.stored_answers(key) for key in IDS[:4]] == [said[:2], [], said[:1], []]
 
 
-def test_records_do_not_depend_on_the_order_of_writing(tmp_path: Path) -> None:
-    for name, order in (("one", IDS), ("other", IDS[::-1])):
-        for key in order:
-            Ledger(tmp_path / name).commit([], [finished(key)])  # a file each
-    one, other = LedgerView(tmp_path / "one"), LedgerView(tmp_path / "other")
-    assert len(one.files()) == len(IDS)
-    assert one.fingerprint() == other.fingerprint()
-    assert list(one.records()) == list(other.records())
-    Ledger(tmp_path / "one").commit([], [finished("d")])
-    assert LedgerView(tmp_path / "one").fingerprint() != other.fingerprint()
-
-
-def test_new_files_are_on_disk_in_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power failure may lose a file whose lines are on disk."""
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    ledger = Ledger(tmp_path / "data")
-    ledger.commit([], [finished(IDS[0])])
-    ledger.commit([], [finished(IDS[1])])
-    data, shards = str(tmp_path / "data"), str(tmp_path / "data" / SHARDS)
-    assert synced == [shards, data, *[f"{shards}/00001.jsonl"] * 2]
-
-
 def test_torn_line_is_ignored(tmp_path: Path) -> None:
     """A kill leaves the first bytes of a line: the conversation is not finished, and is written to another file."""
     Ledger(tmp_path).commit([], [finished(IDS[0])])
@@ -83,12 +60,6 @@ def test_torn_line_is_ignored(tmp_path: Path) -> None:
     assert [ledger.is_finished(key) for key in IDS[:2]] == [True, False]
     ledger.commit([], [finished(IDS[1])])
     assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["saidc00", "saidc01"]
-
-
-def test_first_record_of_a_conversation_counts(tmp_path: Path) -> None:
-    for text in ("first", "second"):
-        Ledger(tmp_path).commit([], [finished("x", text)])
-    assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["firstx"]
 
 
 def test_damaged_line_is_located_in_the_error(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from support.openai_setup import (
     requests,
     right_answers,
     run,
-    setting,
 )
 
 from draftsmith.data.engines import openai_answers
-from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
+from draftsmith.data.engines.engine import Completion, Failure, Outcome
 from draftsmith.data.engines.openai_answers import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.errors import UserError
 
@@ -74,13 +73,6 @@ def test_servers_without_token_ids_return_texts(start_server: StartServer, start
     assert server.requests[0]["messages"] in [request.messages for request in asked]
 
 
-def test_prompt_ids_bypass_the_clients_validation(start_server: StartServer, start_engine: StartEngine) -> None:
-    """The client's check of each id took five times as long as the rest of a request."""
-    (asked,) = requests(1)
-    sent = start_engine(start_server(), extensions=False).arguments(asked)
-    assert (sent["prompt"], sent["extra_body"]["prompt"]) == ("", asked.prompt_ids)
-
-
 def test_tools_need_prompts_as_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
     tools = ({"type": "function", "function": {"name": "sky"}},)
     (plain, asked) = requests(2)
@@ -114,14 +106,6 @@ def test_server_that_refuses_unknown_fields(start_server: StartServer, start_eng
         request.key: Completion(None, "stop", " ".join(map(str, answer_ids(request.prompt_ids)[:-1])))
         for request in asked
     }
-
-
-def test_other_chat_template_of_the_server_is_reported(start_server: StartServer, start_engine: StartEngine) -> None:
-    server = start_server()
-    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "message": {"content": "x"}}]}
-    server.check_fault = Fault(body=answer)
-    with pytest.raises(UserError, match=r"another chat template than the target's: set .*api: completions"):
-        start_engine(server, api="chat")
 
 
 @pytest.mark.parametrize(
@@ -262,36 +246,6 @@ def test_names_of_models_are_printed_without_control_characters(
     with pytest.raises(UserError, match=r"serves a \[2J b, not mine"):
         start_engine(server, model="mine")
     assert run(start_engine(server), requests(1)) == right_answers(requests(1))
-
-
-def test_shortest_context_of_the_servers_is_the_limit(start_server: StartServer, start_engine: StartEngine) -> None:
-    engine = start_engine(start_server(max_model_len=900), start_server(max_model_len=500), start_server())
-    assert engine.max_length_tokens == 500
-
-
-def test_recipe_options_open_the_engine(start_server: StartServer) -> None:
-    server = start_server()
-    with open_engine(setting(options={"base_urls": [server.url + "/"]})) as engine:
-        engine.submit(requests(1)[0])
-        assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
-    for wrong, message in [
-        ({"base_urls": []}, "options.base_urls`: list should have at least 1 item"),
-        ({"base_urls": ["a:8000"]}, "a:8000 does not begin with http"),
-        ({"base_urls": ["me:pw@host/v1"]}, "does not begin with http"),
-        ({"base_urls": ["http://me:p/w@host/v1"]}, "a URL is malformed"),
-        ({"base_urls": [server.url, server.url + "/"]}, "the same server is listed twice"),
-        ({"base_urls": [server.url], "timeout": 3}, "unknown key `data.distill.options.timeout`"),
-    ]:
-        with pytest.raises(UserError, match=message) as caught, open_engine(setting(options=wrong)):
-            pass
-        assert not [secret for secret in ("pw", "p/w", "'p'") if secret in str(caught.value)]
-
-
-def test_server_down_at_the_start_is_named(start_server: StartServer, start_engine: StartEngine) -> None:
-    server = start_server()
-    server.stop()
-    with pytest.raises(UserError, match=rf"no server answers \({server.url}: no connection .*base_urls"):
-        start_engine(server)
 
 
 def test_servers_that_go_and_come_back(

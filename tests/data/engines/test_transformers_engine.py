@@ -13,9 +13,8 @@ from support.openai_setup import run
 from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Request
+from draftsmith.data.engines.engine import Completion, GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
-from draftsmith.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +152,6 @@ def test_rows_keep_their_recurrent_states(name: str) -> None:
                 engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
 
 
-def test_rope_that_depends_on_other_rows_is_refused() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 83}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    target = tiny_chat_llama()
-    target.config.rope_parameters = {**rope, **factors}
-    with pytest.raises(
-        UserError, match=r"RoPE \(longrope\) changes for the whole batch when one sequence exceeds 83 tokens"
-    ):
-        make_engine(target, 2)
-
-
 def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
     """Greedy and sampled rows of several lengths share a batch, and reuse rows that had other settings."""
     every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
@@ -184,29 +172,3 @@ def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> No
         assert greedy.token_ids[:9] == top_1.token_ids
         assert greedy.token_ids[:5] == short.token_ids
         assert greedy.token_ids != sampled.token_ids
-
-
-def test_only_too_long_requests_fail(tiny_llama: LlamaForCausalLM) -> None:
-    assert TransformersEngine(tiny_llama, 1, 1024, END_IDS).max_length_tokens == 128  # its max_position_embeddings
-    engine = make_engine(tiny_llama, 1)
-    assert engine.max_length_tokens == 84
-    for prompt_tokens, answer_tokens in ((80, 4), (80, 5), (3, 82), (3, 81)):
-        settings = GenerationSettings(max_new_tokens=answer_tokens)
-        engine.submit(Request(f"{prompt_tokens}+{answer_tokens}", [7] * prompt_tokens, [], settings, 0))
-    too_long = Failure("prompt and answer longer than 84 tokens")
-    assert engine.collect() == [("80+5", too_long), ("3+82", too_long)]
-    assert [key for _ in range(2) for key, _ in engine.collect()] == ["80+4", "3+81"]
-
-
-def test_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(tiny_llama, 3)
-
-    def raise_out_of_memory(*_: Any) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(engine, "_prefill", raise_out_of_memory)
-    engine.submit(Request("0", [5], [], GREEDY, 0))
-    with pytest.raises(
-        UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"
-    ):
-        engine.collect()

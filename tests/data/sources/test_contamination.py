@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
-from draftsmith.data.sources.questions import CONTAINED, SAME, SHARED, Contamination, Match, words_of
+from draftsmith.data.sources.questions import CONTAINED, SAME, SHARED, Contamination, Match
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -64,18 +64,6 @@ def test_shared_runs_equal_a_brute_force_search(tmp_path: Path, shared_words: in
         assert (contamination.find(talk(" ".join(text) or "-")) is not None) == contained
         found, expected = found + contained, expected + (not contained)
     assert min(found, expected) > 50
-
-
-def test_thoughts_are_searched(tmp_path: Path) -> None:
-    contamination = Contamination([load_question_index(tmp_path, [LONG])])
-    answer = Turn("assistant", "hm", reasoning_content=f"They ask {LONG}, so")
-    found = contamination.find(Conversation("id", (Turn("user", "hi"), answer)))
-    assert found == Match(SHARED, "q.jsonl:0")
-
-
-def test_texts_are_split_into_words() -> None:
-    assert words_of("It's  HERE_now, 3.5€!") == ("it", "s", "here_now", "3", "5")
-    assert words_of("漢字かなABC def") == ("漢", "字", "か", "な", "abc", "def")
 
 
 def test_default_questions_are_those_of_the_recipe(tmp_path: Path) -> None:

@@ -69,23 +69,6 @@ def test_parquet_is_read(tmp_path: Path, name: str) -> None:
     assert turns == [[("user", "q"), ("assistant", TURNS[1]["value"])], [("system", "s"), ("user", "q")]]
 
 
-def test_null_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
-    """A table's objects have the keys of all rows: null ones are neither parameters nor arguments of a tool."""
-    file = tmp_path / "tools.parquet"
-    asked = {"role": "user", "content": "q"}
-
-    def row(name: str, argument: str) -> dict[str, Any]:
-        function = {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}}
-        call = {"function": {"name": name, "arguments": {argument: "x"}}}
-        turns = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        return {"messages": turns, "tools": [{"type": "function", "function": function}]}
-
-    rows = [row("sky", "city"), row("sum", "numbers")]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    found = [parse_conversation(record, where) for where, record in read_records(file)]
-    assert found == [parse_conversation(each, "") for each in rows]
-
-
 def test_csv_is_read(tmp_path: Path) -> None:
     """With cells over several lines, quotation marks, BOM, CRLF and gzip; turns are JSON text, no value is null."""
     quoted = json.dumps(TURNS).replace('"', '""')
@@ -100,14 +83,6 @@ def test_csv_is_read(tmp_path: Path) -> None:
         assert third == {"prompt": "x", "completion": "y", "conversations": None}
     assert [record for _, record in read_records(tmp_path / "a.tsv")] == [{"prompt": "x", "completion": "y"}]
     assert SourceRecipe(source="folder/a.csv.gz").label == SourceRecipe(source="a.parquet").label == "a"
-
-
-def test_row_with_too_many_cells_is_one_invalid_record(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,answer\na,b,c\nd,e\n")
-    first, second = (record for _, record in read_records(tmp_path / "a.csv"))
-    assert isinstance(first, InvalidConversation)
-    assert "a.csv row 1: the row has more cells than the header's 2" in str(first)
-    assert second == {"prompt": "d", "answer": "e"}
 
 
 @pytest.mark.parametrize(

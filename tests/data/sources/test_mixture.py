@@ -42,13 +42,6 @@ def test_limit_duplicates_and_skipped_records(tmp_path: Path) -> None:
     assert (tally.read, tally.kept) == (7, 3)  # the last line is not read
 
 
-def test_duplicates_are_found_despite_case_and_white_space(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(jsonl("Say  Hi\n", "say hi", "SAY HI ", "say hi!", "sayhi"))
-    counts = SourceCounts()
-    assert questions(tmp_path / "a.jsonl", counts) == ["Say  Hi\n", "say hi!", "sayhi"]
-    assert counts.total.duplicates == 2
-
-
 def test_answers_to_one_prompt_are_separate_conversations(tmp_path: Path) -> None:
     """If the answers are used, each is a conversation with its own id; otherwise they are one."""
     lines = [record(question) for question in ("a", "b")]
@@ -62,31 +55,6 @@ def test_answers_to_one_prompt_are_separate_conversations(tmp_path: Path) -> Non
     assert [c.turns[0].content for c in answered_anew] == ["a", "b"]
     assert [c.id[:16] for c in found[:2]] == [c.id for c in answered_anew]  # sorted, they are in the same order
     assert len({c.id for c in found}) == 4
-
-
-def test_answers_of_weight_0(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
-    lines = [{"messages": turns}, {"messages": [*turns, turns[0], turns[1] | {"weight": 1}]}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts = SourceCounts()
-    (found,) = load_conversations(make_recipe(tmp_path / "a.jsonl", "none", skip_invalid=True), counts)
-    assert [turn.weight for turn in found.turns] == [1, 0, 1, 1]
-    assert counts.total.invalid == {"no answer to learn": 1}
-    assert len(list(load_conversations(make_recipe(tmp_path / "a.jsonl")))) == 2
-
-
-def test_unused_keys_are_reported(tmp_path: Path) -> None:
-    lines = [record("a") | {"model": "m", "id": 1}, record("b") | {"model": "m", "id": None}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts = SourceCounts()
-    assert questions(tmp_path / "a.jsonl", counts) == ["a", "b"]
-    tally = counts.by_source["a"]
-    assert tally.unread_keys == {"model": 2, "id": 1}
-    assert tally.sentence() == "2 of 2 records kept, keys not read: `model` (2), `id` (1)"
-    assert tally.as_json()["unread_keys"] == {"model": 2, "id": 1}
-    counts = SourceCounts()
-    next(load_conversations(make_recipe("stdlib", split="all"), counts))
-    assert not counts.total.unread_keys
 
 
 def test_interleaving_follows_the_weights_throughout() -> None:
@@ -185,16 +153,6 @@ def test_source_without_conversations_is_an_error(tmp_path: Path) -> None:
         questions(tmp_path / "b.jsonl")
 
 
-def test_error_about_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(jsonl("a"))
-    with pytest.raises(UserError, match=r"chat\.jsonl does not exist: did you mean `chats\.jsonl`\?"):
-        questions(tmp_path / "chat.jsonl")
-    with pytest.raises(UserError, match=r"its folder .* does not exist either"):
-        questions(tmp_path / "nowhere" / "chat.jsonl")
-    with pytest.raises(UserError, match=r"is a folder and no distilled set \(there is no card\.json\): name one"):
-        questions(tmp_path)
-
-
 @pytest.mark.parametrize(
     "prompt", [{"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}]
 )
@@ -232,12 +190,6 @@ def test_rows_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, no_card: None) -
     with pytest.raises(UserError, match="someone/chats row 2: the conversation is empty"):
         questions("someone/chats", hub_config="main")
     assert asked["config"] == "main"
-
-
-def test_json_file_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "dump.json").write_text(json.dumps([record("a") | {"id": 1}, record("b") | {"id": "mixed types"}]))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **keys: str(tmp_path / file))
-    assert questions("someone/chats", file="dump.json") == ["a", "b"]
 
 
 def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:

@@ -116,15 +116,6 @@ def test_several_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.question_id for each in load_questions(sets[:1])] == ["q0", "q1"]  # alone they keep their names
 
 
-def test_sets_that_cannot_stand_side_by_side(tmp_path: Path) -> None:
-    one, other = (written(tmp_path / name, GSM8K) for name in ("a.jsonl", "b.jsonl"))
-    same = written(tmp_path / "folder" / "a.jsonl", SPEED_BENCH)
-    with pytest.raises(UserError, match=r"a\.jsonl and .*b\.jsonl are both `gsm8k`: leave one out"):
-        load_questions([one, other])
-    with pytest.raises(UserError, match=r"eval\.questions has 2 sets called `a`: leave one out, or rename its file"):
-        load_questions([one, same])
-
-
 FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"
 FILL_IN = "in place of its text: fill it in with `python3 prepare_data.py --dataset speed` of examples/specdec_bench"
 
