@@ -1,6 +1,5 @@
 """`draftsmith bench --engine vllm|sglang` against servers whose answers are known, and what it says of wrong input."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from itertools import chain
@@ -11,16 +10,13 @@ import pytest
 from click.testing import Result
 from support.finished_run import write_questions
 from support.streaming_server import ANSWER, StreamingServer
-from support.tiny_models import tiny_target
-from support.tiny_runs import recipe_file, recipe_in, save_target, save_trained
+from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.cli import engine_bench as bench
 from draftsmith.cli.console import console
 from draftsmith.cli.engine_bench import read_engine_options, vllm_arguments
 from draftsmith.cli.main import app
 from draftsmith.data.engines.engine import EngineSetting
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))
@@ -107,33 +103,6 @@ def test_one_server_shared_with_other_clients(recipe: str, servers: list[Streami
     assert any("the engine counted 36 generated tokens, our answers have 21" in note for note in notes)
 
 
-WRONG = [
-    (["--concurrency", "1,x"], "option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not '1,x'"),
-    (["--concurrency", "0"], "option --concurrency: give numbers above 0"),
-    (["--plain-server", "http://a"], "option --plain-server needs --server"),
-    (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
-    (["--server", "http://a", "--engine-options", "{a: 1}"], "is for a server that is started here"),
-    (["--engine-options", "{a"], "option --engine-options: give a mapping"),
-    (["--server", "http://a", "--api-key-env", "NOT_SET"], "no environment variable NOT_SET"),
-    (["eval.stop=[x]"], "set eval.stop=[]"),
-    (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
-    (
-        ["--engine-options", "{data_parallel_size: 2}"],
-        "data_parallel_size=2 is for distillation; one copy of the target is measured: leave it out",
-    ),
-    ([], "holds no trained drafter: run `draftsmith train run` first"),
-    (["--engine", "sglang"], "--engine sglang needs --server, the URL of a running server: start one with the command"),
-    (["--engine", "sglang", "--dtype", "f32"], "option --dtype does not apply to --engine sglang: leave it out"),
-]
-
-
-def test_invalid_options_are_reported(recipe: str) -> None:
-    for arguments, sentence in WRONG:
-        result = call(recipe, *arguments)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), (arguments, result.output, result.exception)
-        assert sentence in result.stderr
-
-
 def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     for given, sentence in (
@@ -145,31 +114,7 @@ def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[St
         assert sentence in result.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_missing_vllm_is_reported_with_the_way_out(recipe: str) -> None:
-    drafter = load_drafter_class("eagle").from_target(tiny_target(num_hidden_layers=4), {})
-    save_trained(recipe_in(Path(recipe).parent, "run"), drafter)
-    result = call(recipe)
-    assert result.exit_code == 2
-    assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr
-
-
 def arguments(**options: Any) -> dict[str, Any]:
     recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
     setting = EngineSetting(recipe, None, (2,))
     return vllm_arguments(read_engine_options(json.dumps(options)), setting, 300, 16)
-
-
-def test_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
-    found = arguments()
-    assert (found["model"], found["dtype"]) == ("a/model", "float32")
-    assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (300, 16, True)
-    assert found["kv_cache_memory_bytes"] == 4 << 30
-    given = arguments(max_model_len=512, concurrency=4, enforce_eager=False, kv_cache_memory_bytes=5, llm={"a": 1})
-    assert (given["max_model_len"], given["max_num_seqs"], given["enforce_eager"]) == (512, 4, False)
-    assert (given["kv_cache_memory_bytes"], given["a"]) == (5, 1)
-    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
-    on_a_gpu = arguments()
-    assert on_a_gpu["enforce_eager"] is False
-    assert "kv_cache_memory_bytes" not in on_a_gpu

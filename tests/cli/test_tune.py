@@ -6,26 +6,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.artifacts import resolve_tuned, tree_settings, write_tuned
-from draftsmith.cli.tune import candidates, compute_figures, describe, halvings
+from draftsmith.cli.tune import compute_figures
 from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.recipes.schema import MethodConfig
-
-
-def test_compared_trees() -> None:
-    """Without a cost per depth a shallower tree saves nothing; a chain does, as fewer tokens are verified."""
-    shapes = [describe(each) for each in candidates(5, is_stepwise=False)]
-    assert len(shapes) == len(set(shapes)) == 18
-    chains = ["chain to depth 1", "chain to depth 2", "chain to depth 3", "chain"]
-    assert shapes[:5] == [*chains, "best_first of 2 nodes"]
-    assert shapes[-1] == "best_first of 48 nodes with lookups"
-    stepwise = {describe(each) for each in candidates(5, is_stepwise=True)}
-    assert len(stepwise - set(shapes)) == 7
-    assert "best_first of 8 nodes to depth 3" in stepwise
-    assert [describe(each) for each in candidates(1, is_stepwise=True)[:2]] == ["chain", "best_first of 2 nodes"]
-
-
-def test_half_of_the_trees_is_dropped_in_every_turn() -> None:
-    assert (halvings(24), halvings(7), halvings(3)) == ([12, 6, 3], [3], [])
 
 
 def answered(tokens: int, seconds: float) -> AnswerRecord:

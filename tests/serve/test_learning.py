@@ -1,6 +1,5 @@
 """A drafter that learns while it serves: stored answers, training, choice of candidates, and kills."""
 
-import contextlib
 import json
 import queue
 import shutil
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
@@ -23,7 +21,6 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.errors import UserError
 from draftsmith.eval.report.bootstrap import QuestionSums
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling
@@ -35,7 +32,6 @@ from draftsmith.serve import learning, server, worker
 from draftsmith.serve.learning import (
     Learned,
     Learner,
-    cycle_or_pause_s,
     interpolate_weights,
 )
 from draftsmith.serve.worker import CompletedAnswer, Job, Worker
@@ -113,43 +109,6 @@ def test_newest_answers_are_kept_and_torn_lines_dropped(tmp_path: Path) -> None:
     assert [stat.S_IMODE(each.stat().st_mode) for each in (learned.file, learned.folder)] == [0o600, 0o700]
 
 
-def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, caplog: Any) -> None:
-    """Half a line joined with the next one, invalid UTF-8, JSON of another form, invalid ids."""
-    learned = Learned(build_run(tmp_path), 100)
-    learned.add(list(range(20)), record(1, 7))
-    damaged = [b'{"prompt_ids": [1, 2{"prompt_ids": [1], "ids": [2]}', b"\xff\xfe", b"[]", b"7", b'{"ids": [1]}',
-               b'{"prompt_ids": [-1], "ids": ["2"]}', b""]  # fmt: skip
-    with learned.file.open("ab") as stream:
-        stream.write(b"".join(line + b"\n" for line in damaged))
-    assert [answer.ids[0] for answer in learned.answers()] == [1]
-    again = Learned(learned.recipe, 100)
-    again.add(list(range(20)), record(3, 7))  # the server's first write leaves them out
-    assert caplog.text.count(f"answers.jsonl: {len(damaged)} damaged lines are left out") == 2
-    assert [answer.ids[0] for answer in again.answers()] == [1, 3]
-    assert caplog.text.count("damaged lines") == 2
-
-
-def test_full_disk_leaves_whole_lines_and_learning_resumes(tmp_path: Path, tiny_disk: Path) -> None:
-    """No partial line stays that would join with the next one."""
-    recipe = build_run(tmp_path)
-    (RunFolder(recipe).root / "learned").symlink_to(tiny_disk)
-    learned = Learned(recipe, KEPT)
-    learned.add(list(range(20)), record(1, 7))
-    with pytest.raises(OSError, match="No space left"):
-        learned.add(list(range(20)), record(*[7] * 50_000))
-    filler = tiny_disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
-        while stream.write(b"x" * 4096):
-            pass
-    for _ in range(3):
-        with contextlib.suppress(OSError):  # the file's last page may hold one more
-            learned.add(list(range(20)), record(*[8] * 1500))
-    filler.unlink()
-    learned.add(list(range(20)), record(9, 7))
-    assert learned.answers()[0].ids == [1, 7]
-    assert learned.answers()[-1].ids == [9, 7]
-
-
 def test_full_disk_loses_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
     refused, kept = iter([True, True, False, False]), list[Any]()
 
@@ -166,28 +125,6 @@ def test_full_disk_loses_no_answer(served: Any, again: Recipe, caplog: Any) -> N
         caplog.text.count("answers cannot be stored and are only sent to clients"),
         caplog.text.count("stored again"),
     ) == (1, 1)
-
-
-def test_full_disk_does_not_end_the_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:
-    learner = Learner(Learned(again, KEPT), 0.1)
-    full = OSError(28, "No space left on device", "model.safetensors")
-    monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(full))
-    assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S
-    assert "no space left on device: model.safetensors" in capsys.readouterr().out
-    with contextlib.redirect_stdout(SimpleNamespace(write=lambda _: (_ for _ in ()).throw(full))):  # type: ignore[type-var]
-        assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S  # the log cannot be written, too
-    monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
-    with pytest.raises(ZeroDivisionError):  # the same answers again; a bug is not reported as a disk error
-        cycle_or_pause_s(learner)
-
-
-def test_replaced_drafter_is_not_mistaken_for_the_learned_one(tmp_path: Path) -> None:
-    recipe = build_run(tmp_path)
-    Learned(recipe, KEPT)
-    weights = RunFolder(recipe).drafter / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
-    with pytest.raises(UserError, match="was trained from other weights than those in"):
-        Learned(recipe, KEPT)
 
 
 # ---- evaluation of candidates ----
@@ -257,13 +194,6 @@ def test_worse_candidate_is_dropped_and_unclear_one_trained_further(again: Recip
 # ---- the process ----
 
 
-def test_server_reports_once_that_the_learner_died(again: Recipe, caplog: Any) -> None:
-    learned = Learned(again, KEPT)
-    learned.process = SimpleNamespace(is_alive=lambda: False)
-    assert (learned.newer(), learned.newer()) == (None, None)
-    assert caplog.text.count("the process that trains the drafter has ended") == 1
-
-
 def test_serve_learns_only_with_its_option(again: Recipe, monkeypatch: Any) -> None:
     """Check the command's arguments, its output, and the drafter that it starts with."""
     begun: list[Any] = []
@@ -328,13 +258,3 @@ def test_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any)
     assert (weighed.number, after.state.current) == (1, 1)
     assert not (half / "of the killed one").exists()
     load_drafter(after.serving(), load_target(again.target)[0])
-
-
-def test_only_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
-    """The second waits for the first, maybe left by a killed server, since it would delete the first one's cycles."""
-    learned = Learned(build_run(tmp_path), KEPT)
-    monkeypatch.setattr(learning, "end_with_parent", lambda: None)
-    monkeypatch.setattr(learning.os, "sched_setscheduler", lambda *_: None)
-    monkeypatch.setattr(learning, "FileLock", lambda place: FileLock(place, timeout=0))
-    with FileLock(learned.folder / learning.TRAINER_LOCK), pytest.raises(Timeout):
-        learning._learn(learned, 0.1)

@@ -94,15 +94,6 @@ def setting(**options: object) -> EngineSetting:
     return EngineSetting(Recipe.model_validate(values), None, (2,))
 
 
-def test_data_parallelism_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, options, copies in (
-        (8, {}, 8), (8, {"tensor_parallel_size": 2}, 4), (8, {"data_parallel_size": 1}, 1), (0, {}, 1),
-        (1, {"tensor_parallel_size": 2}, 1),
-    ):  # fmt: skip
-        monkeypatch.setattr(vllm_engine.torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert server_arguments(VllmOptions(**options), setting())["data_parallel_size"] == copies
-
-
 def test_arguments_of_the_server() -> None:
     options = VllmOptions(
         tensor_parallel_size=2, data_parallel_size=4, concurrency=99, max_model_len=512, llm={"dtype": "half", "x": [1]}

@@ -1,7 +1,6 @@
 """Records in every form give the same conversation; what a record says otherwise is applied, refused or counted."""
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -56,27 +55,11 @@ def test_turns_are_read_in_every_form(record: Any) -> None:
     assert parse(record).messages == [ASKED, ANSWERED]
 
 
-def test_text_parts_and_a_trailing_question() -> None:
-    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    record = {"messages": [{"role": "system", "content": "s"}, ASKED | {"content": parts}, ANSWERED, ASKED]}
-    assert parse(record).turns == (SYSTEM, Turn("user", "Hi"), TURNS[1], TURNS[0])
-
-
 def test_id_depends_on_the_prompts_only() -> None:
     ids = [parse(sharegpt(("human", asked), ("gpt", said))).id for asked, said in (("q", "a"), ("q", "b"), ("q!", "a"))]
     assert ids[0] == ids[1] != ids[2]
     assert len(ids[0]) == 16
     assert parse({"turns": ["a", "c"]}).id == parse(sharegpt(("human", "a"), ("gpt", "b"), ("human", "c"))).id
-
-
-def test_list_of_turns_with_another_name() -> None:
-    record = {"dialogue": [ASKED, ANSWERED], "messages": [ASKED]}
-    assert parse(record, messages="dialogue").turns == TURNS
-    del record["messages"]
-    with pytest.raises(InvalidConversation, match=r"if `dialogue` holds the turns, set data.*columns.messages to"):
-        parse(record)
-    with pytest.raises(InvalidConversation, match=r"no column `chat`, which .*columns.messages names, only `dialogue`"):
-        parse(record, messages="chat")
 
 
 @pytest.mark.parametrize(
@@ -123,12 +106,6 @@ def test_system_prompt_in_a_separate_key(record: dict[str, Any], columns: dict[s
 )
 def test_common_column_names_are_recognized(record: dict[str, Any], turns: str) -> None:
     assert " ".join(f"{turn.role[0]}:{turn.content}" for turn in parse(record).turns) == turns
-
-
-def test_column_names_of_the_recipe_take_precedence() -> None:
-    record = {"prompt": "no", "messages": [], "query": "a", "more": "b", "reply": "c", "rules": "s", "response": "no"}
-    named = parse(record, prompt="query", input="more", answer="reply", system="rules")
-    assert named.turns == (SYSTEM, Turn("user", "a\n\nb"), Turn("assistant", "c"))
 
 
 def test_tools_are_read_in_every_form() -> None:
@@ -182,10 +159,6 @@ def test_tool_results_follow_their_calls() -> None:
         parse(record_with_calls("a1", "b"))
 
 
-def test_lone_surrogates_are_replaced() -> None:
-    assert parse(json.loads('{"conversations": [{"from": "human", "value": "a\\ud800"}]}')).turns[0].content == "a?"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "weight"),
     [
@@ -213,26 +186,6 @@ def test_thoughts_of_answers_are_read(key: str) -> None:
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
     assert parse(messages(content=parts)).turns == found.turns
     assert parse({"prompt": "q", "answer": "a", "reasoning_content": "hm"}).turns == found.turns
-
-
-def test_keys_about_answers_are_ignored_in_self_distillation() -> None:
-    turns = messages(weight=0.5, train_detail=[{"begin_offset": 0}])
-    assert parse(turns | {"kto_tag": False}, keeps_answers=False).turns == TURNS
-    assert parse({"prompt": "q", "response": "a", "answer": "b"}, keeps_answers=False).turns == TURNS
-
-
-def test_unused_keys_are_counted() -> None:
-    unread: Counter[str] = Counter()
-    more = {"system": "s", "tools": "", "model": "m", "tags": [], "turn": 1}
-    for _ in range(2):
-        parse_conversation(messages(weight=1, redacted=True, name="x") | more, "", None, True, unread)
-    assert unread == {"model": 2, "turn": 2, "turns.redacted": 2, "turns.name": 2}
-    parse_conversation({"prompt": "q", "answer": 3, "input": "", "source": "s"}, "", None, True, unread)
-    assert (unread["answer"], unread["source"], unread["prompt"]) == (1, 1, 0)
-    hostile: Counter[str] = Counter()
-    parse_conversation(messages(**{f"k{n}": 1 for n in range(10**4)}) | {"x" * 10**5: 1}, "", None, True, hostile)
-    assert len(hostile) <= 65 + 1
-    assert max(map(len, hostile)) <= 46
 
 
 def nested(depth: int) -> Any:

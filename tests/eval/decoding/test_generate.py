@@ -129,35 +129,6 @@ def test_end_token_cuts_the_round_and_on_round_gets_every_one(session: TargetSes
     assert (first.ids, first.rounds) == (answer[:1], 0)
 
 
-def test_phases_are_timed_separately(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake clock moves only in the work of each phase."""
-    loop, now = generate_module, [0.0]
-
-    def taking(seconds: float, function: Any, first_seconds: float = 0.0) -> Any:
-        further = iter([first_seconds])
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            now[0] += seconds + next(further, 0.0)
-            return function(*arguments, **options)
-
-        return timed
-
-    answer = generate_greedy(session, 24)
-    method = Scripted(answer, None)
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(loop, "verify", taking(4.0, loop.verify))
-    monkeypatch.setattr(method, "start", taking(32.0, method.start))
-    monkeypatch.setattr(method, "propose", taking(1.0, method.propose, 9.0))
-    for name, seconds in (("prefill", 64.0), ("forward_trees", 2.0), ("commit", 8.0)):
-        monkeypatch.setattr(session, name, taking(seconds, getattr(session, name)))
-    out = generate(session, method, PROMPT, GREEDY, 16)
-    assert (out.first_token_s, out.prefill_s) == (64.0, 96.0)
-    assert (out.draft_s, out.verify_s, out.choose_s, out.commit_s) == (12.0, 6.0, 12.0, 24.0)
-    assert (out.first_draft_s, out.usual_draft_s) == (10.0, 3.0)
-    assert out.round_s == [24.0, 15.0, 15.0]
-    assert out.wall_time_s == 96.0 + 54.0
-
-
 # ---- sampling: the distribution of whole answers, by enumeration of all random outcomes in the loop ----
 
 SMALL_V, DEPTHS = 3, 2
