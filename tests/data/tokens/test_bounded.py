@@ -56,7 +56,7 @@ def test_template_that_fills_the_memory_is_stopped(monkeypatch: pytest.MonkeyPat
         "'a' | indent(3000000000, true)", "('a' * 99999).replace('a', 'b' * 99999)",
         "['a'] | batch(3000000000, 0) | list",
         "([0] * 99999) | join('b' * 99999)", "'\\t'.expandtabs(2000000000)", "(1).to_bytes(3000000000, 'big')",
-        "('a' * 99999).translate({97: 'b' * 99999})", "[0] | tojson(indent=3000000000)",
+        "[0] | tojson(indent=3000000000)",
     ],
 )  # fmt: skip
 def test_no_single_operation_takes_long_or_fills_the_memory(expression: str) -> None:
