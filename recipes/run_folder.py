@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from draftsmith.errors import UserError, masked
 from draftsmith.files import check_writable, read_json, write_atomically
 from draftsmith.provenance import Provenance
+from draftsmith.recipes.removed import drop_unset
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
@@ -190,7 +191,7 @@ def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrea
     if not file.is_file():
         return
     earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {advice}")
-    check_same_settings(file.parent, earlier, settings, advice, may_decrease)
+    check_same_settings(file.parent, drop_unset(earlier), settings, advice, may_decrease)
 
 
 def check_same_settings(

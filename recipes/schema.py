@@ -114,18 +114,14 @@ class ColumnsRecipe(Section):
         description="column with the list of turns, or its JSON text; by default messages, conversations or "
         "conversation",
     )
-    prompt: str | None = Field(
+    prompt: str | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
-        description="column with the user's text, or a list of user turns; by default prompt, instruction, "
-        "question or turns",
-    )
-    input: str | None = Field(
-        None, description="column with text to append to the first prompt; by default input or context"
+        description="column with the user's text, or a list of user turns; several columns are joined in order, as "
+        "`[instruction, input]`; by default prompt, question or turns",
     )
     answer: str | None = Field(
         None,
-        description="column with the answer, which may be absent or empty; by default response, output, answer or "
-        "completion",
+        description="column with the answer, which may be absent or empty; by default response, answer or completion",
     )
     system: str | None = Field(None, description="column with the system prompt; by default system_prompt or system")
 
@@ -173,11 +169,6 @@ class MixedSourceRecipe(SourceRecipe):
 class FiltersRecipe(Section):
     """Filters of valid conversations; the dropped ones are counted. Default: none."""
 
-    languages: list[str] = Field(
-        [],
-        description="keep conversations whose user turns are in one of these languages (ISO 639-1 codes); by default "
-        "all",
-    )
     min_turns: int = Field(1, ge=1, description="fewest user turns of a conversation")
     max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
     min_turn_chars: int = Field(1, ge=1, description="fewest characters of each user and assistant turn")

@@ -40,6 +40,7 @@ SAMPLES = 5
 SHOWN_CHARS = 600
 WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "invalid": "invalid",
+    "repaired": "repaired",
     "contaminated": "contaminated",
     "filtered": "filtered",
     "shortened": "shortened",
@@ -194,7 +195,6 @@ def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation
     front_matter = DatasetCardData(
         license=sorted(set(licences.values())) or None,
         pretty_name=values["name"],
-        language=values["selection"]["filters"]["languages"] or None,
         task_categories=["text-generation"],
         size_categories=[next((name for limit, name in HUB_SIZES if conversations < limit), "n>1M")],
         tags=["draftsmith", "self-distillation", "speculative-decoding"],

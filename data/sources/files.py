@@ -1,14 +1,16 @@
 """Records of a local file (JSON, Parquet or CSV), a Hub dataset, or the conversations that ship with the package.
 
+Tables are read by Arrow, Hub datasets by `datasets`, JSON by this module.
+
 A JSON file has one record a line, an array of them, or one after the other over several lines; plain or compressed
 (.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a
-time; records over several lines are in memory as a whole.
+time; records over several lines are in memory as a whole. Where a file ends inside a record, the whole ones before it
+are read first.
 
 A row of a table is a record of its columns. Cells without a value are null; turns in a CSV cell are JSON text.
 """
 
 import codecs
-import csv
 import gzip
 import io
 import json
@@ -16,8 +18,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -29,13 +30,15 @@ TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES)
 PARQUET_MAGIC = b"PAR1"
-PARQUET_ROWS = 1024  # in memory at a time
+TABLE_ROWS = 1024  # of a Parquet file, in memory at a time
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
 NOT_BLANK = re.compile(r"[^ \t\r\n]")
-CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
+NOT_BLANK_OR_COMMA = re.compile(r"[^ \t\r\n,]")
+CONTAINER = re.compile(r'\s*\{\s*"data"\s*:\s*\[(?=\s*\{)')
+ARRAY = re.compile(r"\s*\[")
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
 CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
@@ -87,28 +90,36 @@ def read_records(file: Path) -> Records:
     """
     with file.open("rb") as stream:
         is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
-    if is_parquet or file.suffix == ".parquet":
-        return _parquet_records(file)
     name = file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file
-    if name.suffix in DELIMITERS:
-        return _csv_records(file, DELIMITERS[name.suffix])
+    if is_parquet or file.suffix == ".parquet" or name.suffix in DELIMITERS:
+        return _table_records(file, DELIMITERS.get(name.suffix))
     return read_json_records(file)
 
 
-def _parquet_records(file: Path) -> Records:
-    """Read the rows of a Parquet file."""
+def _table_records(file: Path, delimiter: str | None) -> Records:
+    """Read the rows of a Parquet file, or with a delimiter of a CSV file, by Arrow.
+
+    `datasets` reads CSV by pandas, which moves the cells of a row that has too many of them to other columns.
+    """
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(file) as table:
-            batches = table.iter_batches(PARQUET_ROWS)
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, start=1):
-                yield f"{file} row {number}", table_record(row)
+        if delimiter is None:
+            batches = parquet.ParquetFile(file).iter_batches(TABLE_ROWS)
+        else:
+            form = csv.ReadOptions(block_size=MOST_RECORD_BYTES), csv.ParseOptions(delimiter=delimiter)
+            form[1].newlines_in_values = True
+            with pyarrow.input_stream(str(file), compression="detect") as stream:
+                text = dict.fromkeys(csv.open_csv(stream, *form).schema.names, pyarrow.string())
+            as_text = csv.ConvertOptions(column_types=text, strings_can_be_null=True, null_values=[""])
+            batches = csv.open_csv(pyarrow.input_stream(str(file), compression="detect"), *form, as_text)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{file} row {number}", table_record(row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file} cannot be read as Parquet ({reason(error)}): fetch or write it again") from None
+        kind = "CSV" if delimiter else "Parquet"
+        raise UserError(f"{file} cannot be read as {kind} ({reason(error)}): fetch or write it again") from None
     if number == 0:
         raise UserError(f"{file} is empty: it must hold one conversation per row")
 
@@ -127,27 +138,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _csv_records(file: Path, delimiter: str) -> Records:
-    """Read rows under a header line. A cell may go over several lines, in quotation marks."""
-    csv.field_size_limit(MOST_RECORD_BYTES)
-    number = 0
-    with _decoding_errors(file), _open_bytes(file) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
-        try:
-            for number, row in enumerate(rows, start=1):
-                where = f"{file} row {number}"
-                if None in row:
-                    what = f"the row has more cells than the header's {len(rows.fieldnames or ())}: quote its text"
-                    yield where, InvalidConversation(where, "more cells than columns", what)
-                    continue
-                yield where, {column: cell or None for column, cell in row.items()}
-        except csv.Error as error:
-            raise UserError(f"{file} line {rows.reader.line_num} is no CSV ({error}): write the file again") from None
-    if number == 0:
-        raise UserError(f"{file} is empty: it must hold a header line and one conversation per row")
 
 
 @contextmanager
@@ -208,7 +198,8 @@ def _open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 def _line_records(file: Path, stream: BinaryIO) -> Records:
     """Read one JSON value per line."""
-    number, empty = 0, True
+    number = whole = 0
+    empty = True
     while line := stream.readline(MOST_RECORD_BYTES + 1):
         number += 1
         rest = line
@@ -220,8 +211,10 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         empty, where = False, f"{file} line {number}"
         try:
             record = parse_json_line(line, where)
+            whole += 1
         except InvalidConversation as error:
-            record = error
+            is_torn = error.reason == "not JSON" and whole and not line.endswith(b"\n")
+            record = _torn(where, whole) if is_torn else error
         yield where, record
     if empty:
         raise UserError(
@@ -246,13 +239,15 @@ def _is_spread_over_lines(head: bytes) -> bool:
 def _spread_records(file: Path, text: str) -> list[Any] | None:
     """Return the records of an array, of `{"data": [...]}`, or values one after the other.
 
-    None if the first value is a broken object: then it is a line, and later lines may be records.
+    None if the first value is a broken object: then it is a line, and later lines may be records. Where the text ends
+    inside a record, an `InvalidConversation` follows the whole ones.
 
     Raises:
         UserError: Another value is no JSON.
     """
     values: list[Any] = []
-    is_container, end = CONTAINER.match(text.lstrip()) is not None, 0
+    opening, end = CONTAINER.match(text) or ARRAY.match(text), 0
+    is_container = opening is not None and opening.re is CONTAINER
     while (start := NOT_BLANK.search(text, end)) is not None:
         try:
             value, end = DECODER.raw_decode(text, start.start())
@@ -262,11 +257,29 @@ def _spread_records(file: Path, text: str) -> list[Any] | None:
             place, what = start.start(), TOO_DEEP
             if isinstance(error, json.JSONDecodeError):
                 place, what = error.pos, f"not JSON: {error.msg}"
+                whole = values or _whole_items(text, opening.end() if opening else 0)
+                if whole and (error.msg.startswith("Unterminated") or place >= len(text.rstrip())):
+                    return [*whole, _torn(f"{file} record {len(whole) + 1}", len(whole))]
             raise UserError(f"{file} line {1 + text.count(chr(10), 0, place)} is {what}") from None
         values.append(value)
     if len(values) == 1 and (is_container or isinstance(values[0], list)):
         return values[0]["data"] if is_container else values[0]
     return values
+
+
+def _whole_items(text: str, end: int) -> list[Any]:
+    """Return the items of an array that breaks off, up to the first one that is not whole."""
+    items = []
+    with suppress(json.JSONDecodeError, RecursionError):
+        while (start := NOT_BLANK_OR_COMMA.search(text, end)) is not None:
+            item, end = DECODER.raw_decode(text, start.start())
+            items.append(item)
+    return items
+
+
+def _torn(where: str, whole: int) -> InvalidConversation:
+    sentence = f"the file ends inside this record, after {whole:,} whole ones: fetch it again"
+    return InvalidConversation(where, "file ends inside a record", sentence)
 
 
 def is_hub_name(source: str) -> bool:

@@ -8,7 +8,6 @@ is counted, for the console, the checkup and the data card, and so are the keys 
 
 import hashlib
 import heapq
-import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -21,17 +20,12 @@ from draftsmith.data.sources.distilled import find_distilled, kept_answers
 from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
 from draftsmith.data.sources.record_reader import parse_conversation
-from draftsmith.data.sources.turn_checks import MOST_NAMES, listed
-from draftsmith.errors import UserError, did_you_mean
+from draftsmith.data.sources.turn_checks import MOST_NAMES, NoQuestion, listed
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
 KEY_BYTES = 16
 MOST_UNREAD_KEYS = 1000  # most different unread keys to count for a source
-# Of the language filter.
-SURE_FRAC = 0.5
-DOUBT_FRAC = 0.1
-READ_CHARS = 2000
-NO_LANGUAGE = "zxx"  # code, figures
 
 T = TypeVar("T")
 
@@ -44,9 +38,10 @@ def counted_reasons(counts: Counter[str]) -> str:
 
 @dataclass
 class Tally:
-    """Counts of one source. Every record that was read is in exactly one of the others but `unread_keys`.
+    """Counts of one source. Every record that was read is in exactly one of the others but the last two.
 
-    unread_keys: of valid records, how many have a key that nothing reads, by its name.
+    unread_keys: of valid records, how many have a key that nothing reads, by its name. repaired: of how many something
+    was left out.
     """
 
     read: int = 0
@@ -57,10 +52,12 @@ class Tally:
     filtered: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     unread_keys: Counter[str] = field(default_factory=Counter)
+    repaired: Counter[str] = field(default_factory=Counter)
 
     def sentence(self) -> str:
         """Return the counts in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
+        parts += [f"repaired: {counted_reasons(self.repaired)}"] if self.repaired else []
         parts += [f"invalid: {counted_reasons(self.invalid)}"] if self.invalid else []
         parts += [f"duplicates: {self.duplicates}"] if self.duplicates else []
         parts += [f"of the other split: {self.other_split}"] if self.other_split else []
@@ -155,34 +152,13 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
 class Filters:
     """The filters of `data.conversations.filters`.
 
-    py3langid recognises languages (a naive Bayes model of byte n-grams, 4 MB, part of the package), with calibrated
-    confidence. A conversation is kept if the confidence is low (a name, a formula, code, two words) or if a listed
-    language is still possible (short English is easily taken for Nigerian Pidgin).
-
     Args:
         recipe: The recipe's filters.
         tokenizer: The target's; without it `max_tokens` is not applied.
-
-    Raises:
-        UserError: `languages` needs py3langid, which is not installed, or names a language that it does not know.
     """
 
     def __init__(self, recipe: FiltersRecipe, tokenizer: Any) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
-        if not recipe.languages:
-            return
-        try:
-            langid: Any = importlib.import_module("py3langid.langid")
-        except ImportError:
-            raise UserError(
-                "data.conversations.filters.languages needs the package py3langid: pip install 'draftsmith[language]'"
-            ) from None
-        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-        known = [label for label in self._identifier.labels if label != NO_LANGUAGE]
-        for language in recipe.languages:
-            if language not in known:
-                hint = did_you_mean(language[:2], known, f"known are {', '.join(known)}", cutoff=0.6)
-                raise UserError(f"data.conversations.filters.languages: unknown language code `{language}`: {hint}")
 
     def find(self, conversation: Conversation) -> str | None:
         """Return the first reason to leave the conversation out, if there is any."""
@@ -203,16 +179,7 @@ class Filters:
             ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             if sum(map(len, ids)) > recipe.max_tokens:
                 return f"more than {recipe.max_tokens} tokens"
-        return self._other_language(conversation) if recipe.languages else None
-
-    def _other_language(self, conversation: Conversation) -> str | None:
-        """Return `language de` if that is not wanted and there is little doubt."""
-        text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
-        ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
-        language, probability = ranked[0]
-        allowed = {*self._recipe.languages, NO_LANGUAGE}
-        doubt = sum(other for name, other in ranked if name in allowed)
-        return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None
+        return None
 
 
 class _Selection:
@@ -234,21 +201,24 @@ class _Selection:
         records = open_records(source, conversations.split) if distilled is None else distilled.records()
         for where, record in records:
             tally.read += 1
-            unread: Counter[str] = Counter()
+            unread, repaired = Counter[str](), Counter[str]()
             try:
                 if isinstance(record, InvalidConversation):
                     raise record
                 if distilled is not None and self._keeps_answers:
                     conversation = kept_answers(record, where)
                 else:
-                    conversation = parse_conversation(record, where, source.columns, self._keeps_answers, unread)
+                    conversation = parse_conversation(
+                        record, where, source.columns, self._keeps_answers, unread, repaired
+                    )
                 if self._keeps_answers:
                     _check_answers(conversation, where)
             except InvalidConversation as error:
-                if not conversations.skip_invalid:
+                if not (conversations.skip_invalid or isinstance(error, NoQuestion)):
                     raise
                 tally.invalid[error.reason] += 1
                 continue
+            tally.repaired += repaired
             if source.source != STDLIB:
                 counted = tally.unread_keys
                 counted.update(key for key in unread if key in counted or len(counted) < MOST_UNREAD_KEYS)
@@ -299,7 +269,8 @@ def _check_answers(conversation: Conversation, where: str) -> None:
             "a question has no answer, and with data.distill.engine: none nobody gives one "
             "(with another engine the target does)"
         )
-        raise InvalidConversation(where, "no answer", sentence)
+        has_none = all(turn.is_empty for turn in conversation.turns if turn.role == "assistant")
+        raise (NoQuestion if has_none else InvalidConversation)(where, "no answer", sentence)
     if not conversation.is_learned:
         raise InvalidConversation(
             where, "no answer to learn", "every answer has a weight of 0, so that none is learned"

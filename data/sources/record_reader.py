@@ -5,41 +5,41 @@ Records are in one of these forms:
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}         ShareGPT
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     OpenAI
     {"prompt": "..."}                                              a prompt that the target is to answer
-    {"instruction": "...", "input": "...", "output": "..."}        Alpaca; Dolly with `context` and `response`
     {"question": "...", "answer": "..."}                           question answering
     {"turns": ["...", "..."]}                                      Spec-Bench: user turns, one after the other
 
 A list of turns may also be `conversation` (LMSYS, WildChat), the record itself, or JSON text; its turns may have the
-keys of either format (SpecForge: `conversations` with `role` and `content`). `data.conversations.columns` names other
-columns. A valid conversation is: at most one system turn, first; then user and assistant by turns, beginning with the
-user; no turn is empty. A user turn at the end is kept: self-distillation answers it. Between user turns that came
-without answers there are empty assistant turns, which the target fills.
+keys of either format (SpecForge: `conversations` with `role` and `content`). `data.conversations.columns` maps any
+other table: `{prompt: [instruction, input], answer: output}` reads Alpaca's, whose two columns are joined in order. A
+valid conversation is: at most one system turn, first; then user and assistant by turns, beginning with the user. A user
+turn at the end is kept: self-distillation answers it. Between user turns that came without answers there are empty
+assistant turns, which the target fills.
+
+Lists of turns are repaired as FastChat, Medusa, EAGLE and vLLM's benchmark do with ShareGPT's split conversations:
+assistant turns before the first question are dropped. A conversation ends before a turn that is empty or out of order.
+Repairs are counted.
 
 Tools are OpenAI's: `tools` next to the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
-`tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns,
-and so are `functions`, `function_call` and the role `function` of OpenAI's older API.
+`tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns.
 
-A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns;
-`history` (LlamaFactory); of a turn its thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's
-`weight`, Axolotl's `train`). Refused: images and other media, `documents`, `chat_template_kwargs`, a refusal, and
-where the record's own answers are used also Axolotl's `train_detail` and answers that are marked as bad (`kto_tag`).
-All other keys are not read, and counted by name.
+A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns; of a
+turn its thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's `weight`, Axolotl's `train`).
+Refused: images and other media, `documents`, `chat_template_kwargs`, `history`, OpenAI's `functions` and
+`function_call` of 2023, a refusal, and where the record's own answers are used also Axolotl's `train_detail` and
+answers that are marked as bad (`kto_tag`). All other keys are not read, and counted by name.
 """
 
 import json
-import re
 from collections import Counter
 from itertools import islice
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Role, Turn, conversation_id
-from draftsmith.data.sources.files import (
-    InvalidConversation,
-)
+from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.turn_checks import (
     BAD_CALL,
     LONGEST_NAME,
-    check_turns,
+    EmptyTurn,
     checked_call,
     checked_tools,
     in_order_of_calls,
@@ -49,6 +49,7 @@ from draftsmith.data.sources.turn_checks import (
     read_json_text,
     text_and_thoughts,
     text_of,
+    usable_turns,
 )
 from draftsmith.recipes.schema import ColumnsRecipe
 
@@ -59,10 +60,12 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "function_call": "assistant",
     "observation": "tool",
     "tool": "tool",
-    "function": "tool",
     "system": "system",
     "developer": "system",
 }
@@ -71,19 +74,21 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 COLUMNS = {
-    "prompt": ("prompt", "instruction", "question", "turns"),
-    "input": ("input", "context"),
-    "answer": ("response", "output", "answer", "completion"),
+    "prompt": ("prompt", "question", "turns"),
+    "answer": ("response", "answer", "completion"),
     "system": ("system_prompt", "system"),
 }
-# Headers before the answer in a prompt that contains its answer: "### Response:", "<|assistant|>", "[/INST]".
-ANSWER_HEADER = re.compile(
-    r"(?:(?:^|\n)[^\w\n]*(?:response|output|answer|assistant|completion|solution)[^\w\n]*"
-    r"|\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<\|end_header_id\|>)\s*$",
-    re.IGNORECASE,
-)
-HEADER_CHARACTERS = 200
-TURN_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, *LOSS_KEYS, "tool_calls", "function_call", "tool_call_id"}
+REFUSED = {  # keys of a record, the names of the reasons, and the sentences
+    **dict.fromkeys(MEDIA, ("comes with media", "`{}` belongs to the turns, and only text can be shown")),
+    "documents": ("comes with documents", "`{}` cannot be shown: write them into a turn"),
+    "history": ("comes with a history", "`{}` holds earlier turns: write all turns into one list, `messages`"),
+    "functions": ("tools of OpenAI's API of 2023", "`{}` is not read: write `tools`, and `tool_calls` in turns"),
+    "chat_template_kwargs": (
+        "sets variables of the template",
+        "`{}` cannot differ by record: remove it, and set target.chat_template_kwargs",
+    ),
+}
+TURN_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, *LOSS_KEYS, "tool_calls", "tool_call_id"}
 MOST_KEYS_COUNTED = 64  # of one record
 
 
@@ -93,6 +98,7 @@ def parse_conversation(
     columns: ColumnsRecipe | None = None,
     keeps_answers: bool = True,
     unread: Counter[str] | None = None,
+    repaired: Counter[str] | None = None,
 ) -> Conversation:
     """Read one record of any of the formats.
 
@@ -102,16 +108,18 @@ def parse_conversation(
         columns: The recipe's names of columns. If it names the prompt column, a list of turns is not read.
         keeps_answers: The record's own answers are used; otherwise keys that concern only answers are ignored.
         unread: Receives the keys that were not read; those of a turn as `turns.key`.
+        repaired: Receives what was left out of the record.
 
     Raises:
         InvalidConversation: The record is not a usable conversation; the sentence names `where` and the turn.
+        NoQuestion: It has no question.
     """
     if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
         record = {"messages": record}
     if not isinstance(record, dict):
         what = f"a conversation must be a JSON object, not {json_kind(record)}"
         raise InvalidConversation(where, "not a mapping", what)
-    return _Reader(record, where, columns or ColumnsRecipe(), keeps_answers).conversation(unread)
+    return _Reader(record, where, columns or ColumnsRecipe(), keeps_answers).conversation(unread, repaired)
 
 
 class _Reader:
@@ -121,8 +129,9 @@ class _Reader:
         self._record, self._where, self._columns, self._keeps_answers = record, where, columns, keeps_answers
         self._read: set[str] = set()
         self._unread_of_turns: dict[str, None] = {}
+        self._repairs: list[str] = []
 
-    def conversation(self, unread: Counter[str] | None) -> Conversation:
+    def conversation(self, unread: Counter[str] | None, repaired: Counter[str] | None) -> Conversation:
         """Read the whole record: see `parse_conversation`."""
         self._check_unsupported()
         turns = self._listed_turns() if self._columns.prompt is None else None
@@ -130,11 +139,11 @@ class _Reader:
             turns = self._turns_of_columns()
         if turns is None:
             raise self._invalid("no conversation key", self._missing_sentence())
-        turns = in_order_of_calls(turns, self._where)
-        check_turns(turns, self._where)
-        tools = next((key for key in ("tools", "functions") if not is_nothing(self._record.get(key))), "tools")
-        self._read.add(tools)
-        offered = checked_tools(self._record.get(tools), self._where)
+        turns, repairs = usable_turns(in_order_of_calls(turns, self._where), self._where)
+        self._read.add("tools")
+        offered = checked_tools(self._record.get("tools"), self._where)
+        if repaired is not None:
+            repaired.update([*self._repairs, *repairs])
         if unread is not None:
             own = (key for key, value in self._record.items() if key not in self._read and not is_nothing(value))
             names = [*(str(key)[:LONGEST_NAME] for key in islice(own, MOST_KEYS_COUNTED)), *self._unread_of_turns]
@@ -154,6 +163,10 @@ class _Reader:
             hint = f": if {listed(of_turns[:1])} holds the turns, set data.conversations.columns.messages to it"
         elif holders:
             hint = f": if {listed(list(holders)[:1])} holds the conversations, write that list alone into the file"
+        elif "instruction" in record:
+            names = [name for name in ("instruction", "input", "context") if name in record]
+            answer = next((f", answer: {name}" for name in ("output", "response") if name in record), "")
+            hint = f": set data.conversations.columns={{prompt: [{', '.join(names)}]{answer}}}"
         elif any(key in record for key in ROLE_KEYS) and any(key in record for key in TEXT_KEYS):
             hint = ': this is one turn: a line must hold a whole conversation, {"messages": [...]}'
         return (
@@ -162,15 +175,10 @@ class _Reader:
         )
 
     def _check_unsupported(self) -> None:
-        """Raise InvalidConversation for media, documents, template variables, and answers marked as bad."""
-        for key in MEDIA:
+        """Raise InvalidConversation for the keys of `REFUSED`, and answers marked as bad."""
+        for key, (reason, sentence) in REFUSED.items():
             if not is_nothing(self._record.get(key)):
-                raise self._invalid("comes with media", f"`{key}` belongs to the turns, and only text can be shown")
-        if not is_nothing(self._record.get("documents")):
-            raise self._invalid("comes with documents", "`documents` cannot be shown: write them into a turn")
-        if not is_nothing(self._record.get("chat_template_kwargs")):
-            what = "`chat_template_kwargs` cannot differ by record: remove it, and set target.chat_template_kwargs"
-            raise self._invalid("sets variables of the template", what)
+                raise self._invalid(reason, sentence.format(key))
         if not self._keeps_answers:
             return
         bad = [key for key in ("kto_tag", "label") if self._record.get(key) is False]
@@ -217,9 +225,14 @@ class _Reader:
         if not isinstance(messages, list):
             what = f"`{key}` must be a list of turns, not {json_kind(messages)}"
             raise self._invalid("not a list of turns", what)
-        return tuple(
-            self._turn(message, f"{self._where}, turn {number}") for number, message in enumerate(messages, start=1)
-        )
+        turns: list[Turn] = []
+        for number, message in enumerate(messages, start=1):
+            try:
+                turns.append(self._turn(message, f"{self._where}, turn {number}"))
+            except EmptyTurn as empty:
+                self._repairs.append(f"ended before an {empty.reason}")
+                break
+        return tuple(turns)
 
     def _turn(self, message: Any, here: str) -> Turn:
         """Read one turn of a list."""
@@ -243,7 +256,7 @@ class _Reader:
             what = "two fields hold different thoughts" if role == "assistant" else f"a {role} turn has thoughts"
             raise InvalidConversation(here, "malformed thoughts", what)
         if not text.strip() and not calls and role != "tool":  # a tool may well have nothing to say
-            raise InvalidConversation(here, f"empty {role} turn", f"the {name} turn is empty")
+            raise EmptyTurn(here, f"empty {role} turn", f"the {name} turn is empty")
         keys = ("name", "tool_call_id") if role == "tool" else ()
         of_tool = {key: value for key in keys if isinstance(value := message.get(key), str)}
         known = {*TURN_KEYS, *keys}
@@ -265,8 +278,6 @@ class _Reader:
         if not isinstance(message, dict):
             message = {}
         calls = message.get("tool_calls")
-        if not calls and message.get("function_call") is not None:
-            calls = [message["function_call"]]
         roles = [key for key in ROLE_KEYS if message.get(key) is not None]
         texts = [key for key in TEXT_KEYS if message.get(key) is not None] or [
             key for key in TEXT_KEYS if key in message
@@ -275,9 +286,9 @@ class _Reader:
             pairs = " or ".join(f"`{role}` and `{text}`" for role, text in zip(ROLE_KEYS, TEXT_KEYS, strict=True))
             what = f"a turn must be an object with {pairs}; this one has {listed(message)}"
             raise InvalidConversation(here, "malformed turn", what)
-        for key in (*MEDIA, "refusal"):
+        for key in (*MEDIA, "refusal", "function_call"):
             if not is_nothing(message.get(key)):
-                what = f"the turn has `{key}`, and only the text of `content` can be read"
+                what = f"the turn has `{key}`, and only the text of `content` and `tool_calls` can be read"
                 raise InvalidConversation(here, "turn is not text", what)
         name = message[roles[0]]
         if not isinstance(name, str) or name not in ROLES:
@@ -319,30 +330,46 @@ class _Reader:
 
         A missing answer is an empty assistant turn, or none at the end.
         """
-        prompt_column = self._column("prompt")
-        if prompt_column is None:
+        columns = self._prompt_columns()
+        if not columns:
             return None
-        prompts = self._texts_in(prompt_column)
+        prompts = self._texts_in(columns[0]) if len(columns) == 1 else [self._joined(columns)]
         answers = self._answers(len(prompts))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            self._check_prompt_is_no_answer(prompt_column, prompt.rstrip(), answer.strip())
-        if prompts and (below := self._text_in("input")).strip():
-            prompts[0] += f"\n\n{below}"
         system = self._text_in("system")
         turns = [Turn("system", system)] if system.strip() else []
-        turns += self._history()
         thoughts = ""
         if len(prompts) == 1 and answers[0].strip() and isinstance(self._record.get(REASONING_KEYS[0]), str):
             self._read.add(REASONING_KEYS[0])
             thoughts = text_of(self._record[REASONING_KEYS[0]], self._where)
         for prompt, answer in zip(prompts, answers, strict=True):
             if not prompt.strip():
-                raise self._invalid("empty user turn", f"`{prompt_column}` is empty")
+                raise self._invalid("empty user turn", f"`{columns[0]}` is empty")
             answer_turn = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
             turns += [Turn("user", prompt), answer_turn]
         while turns and turns[-1] == Turn("assistant", ""):
             turns.pop()
         return tuple(turns)
+
+    def _prompt_columns(self) -> list[str]:
+        """Return the columns that make the prompt; none if the record has none of the usual ones."""
+        named = self._columns.prompt
+        if named is None or isinstance(named, str):
+            column = self._column("prompt")
+            return [] if column is None else [column]
+        for column in named:
+            if column not in self._record:
+                raise self._no_column("prompt", column)
+        self._read.update(named)
+        return named
+
+    def _joined(self, columns: list[str]) -> str:
+        """Join the texts of several columns, in order; a column that is null or empty has none."""
+        texts = [
+            text_of(self._record[column], f"{self._where}, `{column}`")
+            for column in columns
+            if self._record[column] is not None
+        ]
+        return "\n\n".join(text for text in texts if text.strip())
 
     def _answers(self, prompts: int) -> list[str]:
         """Return an answer for each prompt, empty where the record has none."""
@@ -359,33 +386,6 @@ class _Reader:
             raise self._invalid("answers do not fit the prompts", what)
         self._read.discard(column)
         return [""] * prompts
-
-    def _check_prompt_is_no_answer(self, column: str, prompt: str, answer: str) -> None:
-        """Raise InvalidConversation for a prompt that ends with its own answer, under a header of answers."""
-        before = prompt[: len(prompt) - len(answer)][-HEADER_CHARACTERS:]
-        if answer and prompt.endswith(answer) and ANSWER_HEADER.search(before):
-            others = [each for each in COLUMNS["prompt"] if each != column and each in self._record]
-            way_out = f": set data.conversations.columns.prompt={others[0]}" if others else ""
-            raise self._invalid("the prompt holds the answer", f"`{column}` ends with the record's answer{way_out}")
-
-    def _history(self) -> list[Turn]:
-        """Return earlier exchanges, in LlamaFactory's Alpaca format pairs of a question and its answer."""
-        history = self._record.get("history")
-        if is_nothing(history):
-            return []
-        self._read.add("history")
-        pairs = (
-            read_json_text(history, "`history`", self._where, "malformed history")
-            if isinstance(history, str)
-            else history
-        )
-        if not isinstance(pairs, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) and text.strip() for text in pair)
-            for pair in pairs
-        ):
-            raise self._invalid("malformed history", "`history` must be a list of pairs of a question and its answer")
-        texts = [text_of(text, self._where) for pair in pairs for text in pair]
-        return [Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
 
     def _texts_in(self, column: str) -> list[str]:
         """Return the texts of a column, which holds one text or a list of texts."""

@@ -6,11 +6,7 @@ from itertools import islice
 from typing import Any
 
 from draftsmith.data.sources.conversation import Role, Tool, Turn, tool_call
-from draftsmith.data.sources.files import (
-    DECODER,
-    TOO_DEEP,
-    InvalidConversation,
-)
+from draftsmith.data.sources.files import DECODER, TOO_DEEP, InvalidConversation
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts of a content
 THOUGHT_PARTS = ("thinking", "reasoning")
@@ -18,6 +14,14 @@ MOST_TURNS = 10_000
 MOST_CHARACTERS = 8_000_000  # some two million tokens
 MOST_NAMES, LONGEST_NAME = 12, 40  # in a sentence
 BAD_CALL = "malformed tool call"
+
+
+class EmptyTurn(InvalidConversation):
+    """A turn without text, before which a conversation ends."""
+
+
+class NoQuestion(InvalidConversation):
+    """A record that has no question or no answer to it, so that nothing can be learned: it is counted, no error."""
 
 
 def text_of(content: Any, where: str) -> str:
@@ -144,8 +148,13 @@ def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
     return tuple(ordered)
 
 
-def check_turns(turns: tuple[Turn, ...], where: str) -> None:
-    """Check the number, length and order of a conversation's turns."""
+def usable_turns(turns: tuple[Turn, ...], where: str) -> tuple[tuple[Turn, ...], list[str]]:
+    """Return the turns of a conversation in order, and how it was repaired.
+
+    Raises:
+        NoQuestion: No question is left.
+        InvalidConversation: The conversation is too long, or its calls and results are out of order.
+    """
     characters = sum(
         len(turn.content) + len(turn.reasoning_content) + sum(map(len, map(str, turn.tool_calls))) for turn in turns
     )
@@ -156,27 +165,27 @@ def check_turns(turns: tuple[Turn, ...], where: str) -> None:
             f"the conversation has {len(turns):,} turns and {characters:,} characters, more than any model reads "
             f"(at most {MOST_TURNS:,} turns and {MOST_CHARACTERS:,} characters)",
         )
-    if not turns:
-        raise InvalidConversation(where, "no turns", "the conversation is empty")
-    first = 2 if turns[0].role == "system" else 1
+    first = next((place for place, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    question = next((place for place in range(first, len(turns)) if turns[place].role != "assistant"), len(turns))
+    repairs = ["leading assistant turns dropped"] * (question > first)
+    usable = list(turns[: min(first, 1)])
     before: Role | None = None
-    for number, turn in enumerate(turns[first - 1 :], start=first):
-        here, reason = f"{where}, turn {number}", ""
-        if turn.role == "system":
-            reason, sentence = "system turn not first", "a system turn may only be the first one"
-        elif turn.role == "assistant" and before is None:
-            reason = "first turn from the assistant"
-            sentence = "the conversation begins with the assistant, it must begin with the user"
-        elif turn.role == "tool" and before not in ("assistant", "tool"):
-            reason, sentence = "result without a call", "a tool's result must come after the assistant's call"
-        elif turn.role == "user" and (before == "tool" or (before == "assistant" and turns[number - 2].tool_calls)):
-            reason = "a tool's exchange without an answer"
+    for number, turn in enumerate(turns[question:], start=question + 1):
+        here = f"{where}, turn {number}"
+        if turn.role == "tool" and before not in ("assistant", "tool"):
+            sentence = "a tool's result must come after the assistant's call"
+            raise InvalidConversation(here, "result without a call", sentence)
+        if turn.role == "user" and (before == "tool" or (before == "assistant" and usable[-1].tool_calls)):
             sentence = "after a call its result must come, and after a result the assistant's turn"
-        elif turn.role == before and turn.role != "tool":
-            reason = f"two {turn.role} turns in a row"
-            sentence = f"{reason}, user and assistant must alternate"
-        if reason:
-            raise InvalidConversation(here, reason, sentence)
+            raise InvalidConversation(here, "a tool's exchange without an answer", sentence)
+        if turn.role == "system":
+            repairs.append("ended before a later system turn")
+            break
+        if turn.role == before and turn.role != "tool":
+            repairs.append(f"ended before a second {turn.role} turn in a row")
+            break
+        usable.append(turn)
         before = turn.role
-    if len(turns) < first:
-        raise InvalidConversation(where, "no user turn", "the conversation has no user turn")
+    if not any(turn.role == "user" for turn in usable):
+        raise NoQuestion(where, "no question", "the conversation has no question")
+    return tuple(usable), repairs

@@ -72,7 +72,7 @@ def test_parquet_is_read(tmp_path: Path, name: str) -> None:
 def test_csv_is_read(tmp_path: Path) -> None:
     """With cells over several lines, quotation marks, BOM, CRLF and gzip; turns are JSON text, no value is null."""
     quoted = json.dumps(TURNS).replace('"', '""')
-    text = f'\ufeffprompt,completion,conversations\r\n"a, b\nc",,\r\n,,"{quoted}"\r\n"x","y"\r\n'
+    text = f'\ufeffprompt,completion,conversations\r\n"a, b\nc",,\r\n,,"{quoted}"\r\n"007","NA",\r\n'
     (tmp_path / "a.csv").write_bytes(text.encode())
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "a.tsv").write_text("prompt\tcompletion\nx\ty\n")
@@ -80,7 +80,7 @@ def test_csv_is_read(tmp_path: Path) -> None:
         first, second, third = (record for _, record in read_records(tmp_path / name))
         assert first == {"prompt": "a, b\nc", "completion": None, "conversations": None}
         assert [turn.content for turn in parse_conversation(second, "").turns] == ["q", TURNS[1]["value"]]
-        assert third == {"prompt": "x", "completion": "y", "conversations": None}
+        assert third == {"prompt": "007", "completion": "NA", "conversations": None}
     assert [record for _, record in read_records(tmp_path / "a.tsv")] == [{"prompt": "x", "completion": "y"}]
     assert SourceRecipe(source="folder/a.csv.gz").label == SourceRecipe(source="a.parquet").label == "a"
 
@@ -92,8 +92,7 @@ def test_csv_is_read(tmp_path: Path) -> None:
         ("a.json", "\n[1,\n{]", "line 3 is not JSON: Expecting property name"),
         ("a.json", "[1,\n2]\nx", "line 3 is not JSON: Expecting value"),
         ("a.json", "[1,]", "line 1 is not JSON: Expecting value"),
-        ("a.json", '{"data": [{}, {}]', "line 1 is not JSON: Expecting ',' delimiter"),
-        ("a.json", '{\n"a": 1\n}\n{', "line 4 is not JSON: Expecting property name"),
+        ("a.json", "[", "line 1 is not JSON: Expecting value"),
         ("a.json", "[" * 100_000, "line 1 is nested too deeply"),
         ("a.json", b"[\xff]", "is not UTF-8 text: convert it"),
         ("a.jsonl", "", "is empty: it must hold one JSON conversation per line"),
@@ -103,11 +102,11 @@ def test_csv_is_read(tmp_path: Path) -> None:
         ("a.jsonl.zst", "not zstd", "cannot be decompressed"),
         ("a.parquet", "PAR1 and no more", "cannot be read as Parquet"),
         ("a.parquet", '{"messages": []}', "cannot be read as Parquet"),
-        ("a.csv", "", "is empty: it must hold a header line"),
-        ("a.csv", "prompt,completion\n", "is empty: it must hold a header line"),
-        ("a.csv", b"prompt\n\xe4\n", "is not UTF-8 text"),
-        ("a.csv", 'prompt\n"x"y\n', "line 2 is no CSV"),
-        ("a.csv.gz", "prompt\nx\n", "cannot be decompressed"),
+        ("a.csv", "", "cannot be read as CSV (Empty CSV file)"),
+        ("a.csv", "prompt,completion\n", "is empty: it must hold one conversation per row"),
+        ("a.csv", b"prompt\n\xe4\n", "cannot be read as CSV (In CSV column #0: "),
+        ("a.csv", "prompt,answer\na,b,c\n", "cannot be read as CSV (CSV parse error: Expected 2 columns, got 3"),
+        ("a.csv.gz", "prompt\nx\n", "cannot be read as CSV"),
     ],
 )
 def test_damaged_files_are_reported(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
@@ -116,6 +115,25 @@ def test_damaged_files_are_reported(tmp_path: Path, name: str, content: str | by
         list(read_records(tmp_path / name))
     assert f"{name} {sentence}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (json.dumps([ONE, TWO, ONE], indent=2)[:-40], 2),
+        (json.dumps([ONE, TWO])[:-1], 2),
+        (json.dumps({"data": [ONE, TWO]})[:-9], 1),
+        (json.dumps(ONE, indent=1) + "\n{", 1),
+        (json.dumps(ONE) + "\n" + json.dumps(TWO)[:-3], 1),
+    ],
+)
+def test_file_that_ends_inside_a_record_says_so_after_the_whole_ones(tmp_path: Path, text: str, whole: int) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    *before, (_, torn) = read_records(file)
+    assert [record for _, record in before] == [ONE, TWO][:whole]
+    assert isinstance(torn, InvalidConversation)
+    assert f"the file ends inside this record, after {whole} whole ones: fetch it again" in str(torn)
 
 
 def test_invalid_lines_are_reported_in_their_place(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_limit_duplicates_and_skipped_records(tmp_path: Path) -> None:
     counts = SourceCounts()
     assert questions(file, counts, limit=3, skip_invalid=True) == ["a", "b", "c"]
     assert counts.total.duplicates == 2
-    assert counts.total.invalid == {"not JSON": 1, "no turns": 1}
+    assert counts.total.invalid == {"not JSON": 1, "no question": 1}
     tally = counts.by_source["chats"]
     assert (tally.read, tally.kept) == (7, 3)  # the last line is not read
 
@@ -147,9 +147,9 @@ def test_source_without_conversations_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
         questions(tmp_path / "a.jsonl", **keys)
     (tmp_path / "b.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
-    with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no turns, 1 not JSON\) skipped as invalid"):
+    with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no question, 1 not JSON\) skipped as invalid"):
         questions(tmp_path / "b.jsonl", skip_invalid=True)
-    with pytest.raises(UserError, match=r"b\.jsonl line 1: the conversation is empty"):
+    with pytest.raises(UserError, match=r"b\.jsonl line 3: not JSON"):
         questions(tmp_path / "b.jsonl")
 
 
@@ -160,11 +160,30 @@ def test_prompts_without_answers_need_self_distillation(tmp_path: Path, prompt: 
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(prompt) + "\n" + jsonl("c"))
     assert questions(file) == ["a", "c"]
+    counts = SourceCounts()
+    assert questions(file, counts, engine="none") == ["c"]
+    assert counts.total.invalid == {"no answer": 1}
+    file.write_text(json.dumps({"turns": ["a", "b"], "answer": ["", "c"]}))
     with pytest.raises(UserError, match=r"prompts\.jsonl line 1: a question has no answer, and with .*engine: none"):
         questions(file, engine="none")
+
+
+def test_sharegpt_file_is_read_to_its_end_without_a_stop(tmp_path: Path) -> None:
+    """Parts of split conversations begin with an answer; some are empty, or have a turn twice; the last is torn."""
+    talks = [[("gpt", "x"), ("human", "a"), ("gpt", "b")], [], [("gpt", "x")], [("human", "c"), ("gpt", "d")] * 2]
+    talks.append([("human", "e"), ("gpt", "f"), ("gpt", "g")])
+    records = [{"id": "1", "conversations": [{"from": who, "value": text} for who, text in talk]} for talk in talks]
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps(records))
     counts = SourceCounts()
-    assert questions(file, counts, engine="none", skip_invalid=True) == ["c"]
-    assert counts.total.invalid == {"no answer": 1}
+    assert questions(file, counts, engine="none") == ["a", "c", "e"]
+    repaired = {"leading assistant turns dropped": 1, "ended before a second assistant turn in a row": 1}
+    assert (counts.total.repaired, counts.total.invalid) == (repaired, {"no question": 2})
+    assert "repaired: 2 (1 leading assistant turns dropped, 1 ended before" in counts.total.sentence()
+    file.write_text(json.dumps(records, indent=1)[:-30])
+    with pytest.raises(UserError, match="record 5: the file ends inside this record, after 4 whole ones: fetch it ag"):
+        questions(file)
+    assert questions(file, skip_invalid=True) == ["a", "c"]
 
 
 @pytest.fixture
@@ -182,12 +201,12 @@ def test_rows_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, no_card: None) -
 
     def load_dataset(path: str, name: str = "", **keys: Any) -> list[dict[str, Any]]:
         asked.update(keys, name=path, config=name)
-        return [record("a"), {"conversations": []}]
+        return [record("a"), {"conversations": 1}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert questions("someone/chats", hub_split="test", revision="abc", limit=1) == ["a"]
     assert asked == {"name": "someone/chats", "config": "", "data_files": None, "revision": "abc", "split": "test"}
-    with pytest.raises(UserError, match="someone/chats row 2: the conversation is empty"):
+    with pytest.raises(UserError, match="someone/chats row 2: `conversations` must be a list"):
         questions("someone/chats", hub_config="main")
     assert asked["config"] == "main"
 

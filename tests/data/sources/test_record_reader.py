@@ -1,6 +1,7 @@
 """Records in every form give the same conversation; what a record says otherwise is applied, refused or counted."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.data.sources.turn_checks import NoQuestion
 from draftsmith.recipes.schema import ColumnsRecipe
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -82,9 +84,6 @@ def test_system_prompt_in_a_separate_key(record: dict[str, Any], columns: dict[s
     ("record", "turns"),
     [
         ({"prompt": "a"}, "u:a"),
-        ({"instruction": "a", "input": "b", "output": "c"}, "u:a\n\nb a:c"),
-        ({"instruction": "a", "input": "", "output": "c"}, "u:a a:c"),
-        ({"instruction": "a", "context": "b", "response": "c", "category": "qa"}, "u:a\n\nb a:c"),
         ({"question": "a", "answer": "b"}, "u:a a:b"),
         ({"system_prompt": "s", "question": "a", "response": "b"}, "s:s u:a a:b"),
         ({"system_prompt": " ", "question": "a"}, "u:a"),
@@ -97,15 +96,48 @@ def test_system_prompt_in_a_separate_key(record: dict[str, Any], columns: dict[s
         ({"messages": None, "prompt": "a"}, "u:a"),
         ({"messages": [{"role": "user", "content": "m"}], "prompt": "a"}, "u:m"),
         ({"prompt": "Say yes or no.\nyes", "answer": "yes"}, "u:Say yes or no.\nyes a:yes"),
-        (
-            {"instruction": "q", "output": "a", "system": "s", "history": [["q0", "a0"]]},  # LlamaFactory
-            "s:s u:q0 a:a0 u:q a:a",
-        ),
-        ({"instruction": "q", "output": "a", "history": []}, "u:q a:a"),
     ],
 )
 def test_common_column_names_are_recognized(record: dict[str, Any], turns: str) -> None:
     assert " ".join(f"{turn.role[0]}:{turn.content}" for turn in parse(record).turns) == turns
+
+
+def test_columns_of_the_recipe_map_any_table() -> None:
+    """Several columns of the prompt are joined in order; an empty one adds nothing."""
+    record = {"prompt": "no", "messages": [], "query": "a", "more": "b", "reply": "c", "rules": "s", "response": "no"}
+    columns = ColumnsRecipe(prompt=["query", "more"], answer="reply", system="rules")
+    named = parse_conversation(record, "", columns)
+    assert named.turns == (SYSTEM, Turn("user", "a\n\nb"), Turn("assistant", "c"))
+    for empty in ("", None):
+        assert parse_conversation(record | {"more": empty}, "", columns).turns[1] == Turn("user", "a")
+    assert parse(record, prompt="query", answer="reply").turns == (Turn("user", "a"), Turn("assistant", "c"))
+    with pytest.raises(InvalidConversation, match=r"columns=\{prompt: \[instruction, input\], answer: output\}"):
+        parse({"instruction": "a", "input": "", "output": "c"})
+
+
+@pytest.mark.parametrize(
+    ("turns", "kept", "repair"),
+    [
+        ([("gpt", "x"), ("human", "a"), ("gpt", "b")], "ab", "leading assistant turns dropped"),
+        ([("system", "s"), ("gpt", "x"), ("gpt", "y"), ("human", "a")], "sa", "leading assistant turns dropped"),
+        ([("human", "a"), ("bing", "b"), ("bard", "c")], "ab", "ended before a second assistant turn in a row"),
+        ([("human", "a"), ("human", "b"), ("gpt", "c")], "a", "ended before a second user turn in a row"),
+        ([("human", "a"), ("gpt", "b"), ("human", " ")], "ab", "ended before an empty user turn"),
+        ([("human", "a"), ("gpt", "b"), ("system", "c")], "ab", "ended before a later system turn"),
+        ([("human", "a"), ("gpt", "b")], "ab", None),
+    ],
+)
+def test_lists_of_turns_are_repaired_and_counted(turns: Any, kept: str, repair: str | None) -> None:
+    repaired: Counter[str] = Counter()
+    found = parse_conversation(sharegpt(*turns), "", None, True, None, repaired)
+    assert "".join(turn.content for turn in found.turns) == kept
+    assert repaired == ({repair: 1} if repair else {})
+
+
+@pytest.mark.parametrize("turns", [[], [("gpt", "a")], [("system", "a")], [("human", ""), ("gpt", "b")]])
+def test_record_without_a_question_is_no_error_of_a_file(turns: Any) -> None:
+    with pytest.raises(NoQuestion):
+        parse(sharegpt(*turns))
 
 
 def test_tools_are_read_in_every_form() -> None:
@@ -128,19 +160,6 @@ def test_tools_are_read_in_every_form() -> None:
     assert wrapped.turns[2].message == {"role": "tool", "content": "", "tool_call_id": "1"}
     assert wrapped.id != parse({"messages": turns}).id
     assert wrapped.is_answered
-
-
-def test_function_calls_of_the_older_api() -> None:
-    call = {"name": "sky", "arguments": '{"city": "Bern"}'}
-    turns = [
-        ASKED,
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "sky", "content": "blue"},
-    ]
-    found = parse({"messages": [*turns, ANSWERED], "functions": [{"name": "sky", "parameters": {}}]})
-    newer = [ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "name": "sky", "content": "blue"}]
-    assert found == parse({"messages": [*newer, ANSWERED], "tools": [{"name": "sky", "parameters": {}}]})
-    assert found.tools
 
 
 def record_with_calls(*results: str) -> dict[str, Any]:
@@ -195,18 +214,18 @@ def nested(depth: int) -> Any:
     return value
 
 
-ALPACA = "### Instruction:\nAdd.\n\n### Output:\nreturn a + b"
 BAD_CALL, NO_KEY, NOT_TEXT = "malformed tool call", "no conversation key", "turn is not text"
-ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any model reads"
+TOO_LONG = "longer than any model reads"
 INVALID = [
+    ({"prompt": "q", "history": [["a", "b"]]}, "comes with a history", "write all turns into one list"),
+    ({"messages": [ASKED], "functions": [{"name": "f"}]}, "tools of OpenAI's API of 2023", "write `tools`"),
+    (messages(function_call={"name": "f"}), NOT_TEXT, "the turn has `function_call`"),
     ([1], "not a mapping", "f line 3: a conversation must be a JSON object, not a list"),
     ({"id": 1, "text": ""}, NO_KEY, "this one has `id`, `text`"),
     ({"text": "a"}, NO_KEY, "or a prompt column (data.conversations.columns.prompt names it)"),
     (ASKED, NO_KEY, "this is one turn: a line must hold a whole conversation"),
     ({"messages": "Hi"}, "not a list of turns", "`messages` must be a list of turns, not a string"),
     ({"conversations": "[{'from': 'human'}]"}, "not a list of turns", "`conversations` must be JSON"),
-    ({"messages": []}, "no turns", "f line 3: the conversation is empty"),
-    ({"turns": []}, "no turns", "the conversation is empty"),
     (one_turn(role="user"), "malformed turn", "turn 1: a turn must be an object with `role` and `content`"),
     (one_turn(speaker="me", text="q"), "malformed turn", "this one has `speaker`, `text`"),
     (messages(value="b"), "malformed turn", "`role`, `content`, `value` of a turn contradict each other"),
@@ -214,21 +233,13 @@ INVALID = [
     ({"messages": [ASKED], "conversation": [ASKED, ANSWERED]}, "two lists of turns", "hold different turns"),
     ({"system": "x", "messages": [{"role": "system", "content": "y"}, ASKED]}, "two system prompts", "remove"),
     ({"system": "x", "system_prompt": "y", "prompt": "q"}, "several system columns", "columns.system"),
-    (sharegpt(("human", "a"), ("bing", "b")), "unknown role", 'turn 2: unknown role "bing", known ones are human,'),
-    (sharegpt(("gpt", "a"), ("human", "b")), ASSISTANT_FIRST, "turn 1: the conversation begins with"),
-    (sharegpt(("system", "s"), ("gpt", "a")), ASSISTANT_FIRST, "turn 2: the conversation begins with"),
-    (sharegpt(("human", "a"), ("human", "b")), "two user turns in a row", "turn 2: two user turns in a row"),
-    (sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "c")), "two assistant turns in a row", "turn 3: two assistant"),
+    (sharegpt(("human", "a"), ("alien", "b")), "unknown role", 'turn 2: unknown role "alien", known ones are human,'),
     (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must come after"),
     (
         sharegpt(("human", "a"), ("gpt", "b"), ("tool", "c"), ("human", "d")),
         "a tool's exchange without an answer",
         "turn 4: after a call its",
     ),
-    (sharegpt(("human", "a"), ("system", "b")), "system turn not first", "turn 2: a system turn may only be the"),
-    (sharegpt(("system", "a")), "no user turn", "f line 3: the conversation has no user turn"),
-    (sharegpt(("human", "a"), ("gpt", " \n")), "empty assistant turn", "turn 2: the gpt turn is empty"),
-    (sharegpt(("human", ""), ("gpt", "b")), "empty user turn", "turn 1: the human turn is empty"),
     (sharegpt(("human", None), ("gpt", "b")), NOT_TEXT, "turn 1: the turn must be text, not null"),
     (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "the turn must be text, not a list"),
     (sharegpt(("human", "a"), ("function_call", "{}")), BAD_CALL, "turn 2: a tool call must be an"),
@@ -258,11 +269,8 @@ INVALID = [
     ({"prompt": " "}, "empty user turn", "`prompt` is empty"),
     ({"turns": ["a", ""]}, "empty user turn", "`turns` is empty"),
     ({"prompt": 3}, NOT_TEXT, "f line 3, `prompt`: the turn must be text, not a number"),
-    ({"prompt": ALPACA, "instruction": "Add."}, "several prompt columns", "`prompt`, `instruction` could"),
-    ({"prompt": ALPACA, "output": "return a + b"}, "the prompt holds the answer", "`prompt` ends with the"),
-    ({"prompt": "[INST] q [/INST] a", "completion": "a"}, "the prompt holds the answer", "ends with the"),
+    ({"prompt": "Add.", "question": "a"}, "several prompt columns", "`prompt`, `question` could"),
     ({"prompt": "q", "response": "a", "answer": "b"}, "several answer columns", "columns.answer"),
-    ({"prompt": "q", "history": ["a"]}, "malformed history", "must be a list of pairs"),
     # The sentence is short however long the value.
     ({"version": 1, "rows": [messages()]}, NO_KEY, "`rows`: if `rows` holds the conversations, write"),
     ({f"key{n}": 1 for n in range(10**5)}, NO_KEY, "`key11`, ...;"),
@@ -275,7 +283,6 @@ INVALID = [
 ]
 OF_NAMED_COLUMNS = [
     ({"text": "a"}, "no prompt column", "columns.prompt names, only `text`", {"prompt": "query"}),
-    ({"prompt": "a"}, "no input column", "there is no column `more`", {"input": "more"}),
     ({"prompt": "a"}, "no answer column", "there is no column `reply`", {"answer": "reply"}),
     ({"query": None}, NOT_TEXT, "must be text, not null", {"prompt": "query"}),
     ({"prompt": "a", "y": 3}, "answers do not fit the prompts", "text for each of the 1 prompt", {"answer": "y"}),
