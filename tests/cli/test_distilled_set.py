@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 from support.fake_hub import TOKEN, USER, FakeHub, Repo, hub
 from support.tiny_runs import (
-    SMALL_VOCABULARY,
     have_equal_weights,
     recipe_file,
     recipe_in,
     save_small_target,
-    save_tokenizer,
 )
-from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from draftsmith.cli.main import app
@@ -25,7 +21,6 @@ from draftsmith.cli.stages import run_distill, run_train
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.data.sources.conversation import ID_HEX_DIGITS
-from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -85,44 +80,6 @@ def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
         if source == "hub_data":
             run_train(again)
             assert have_equal_weights(own, again)
-
-
-def other_target(folder: Path) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder / "target")
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
-    model.save_pretrained(folder / "target")
-
-
-def other_template(folder: Path) -> None:
-    save_tokenizer(folder / "target", SMALL_VOCABULARY, "{% for m in messages %}w9 {{ m.content }} {% endfor %}")
-
-
-def other_file(folder: Path) -> None:
-    file = folder / "runs" / "own" / "hub_data" / "shards" / "00001.jsonl"
-    file.write_text(file.read_text().replace("[", "[ ", 1))
-
-
-def other_engine(folder: Path) -> None:
-    card = folder / "runs" / "own" / "hub_data" / "card.json"
-    values = json.loads(card.read_text())
-    card.write_text(json.dumps({**values, "engine": {"engine": "none"}}))
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (other_target, r"hub_data has the answers of org/llm \(weights \w+\), and target\.model is target \(weights"),
-        (other_template, r"org/llm answered with another chat template \(SHA-256 \w{16}\) than this target has"),
-        (other_file, r"00001\.jsonl has another hash than in .*card\.json"),
-        (other_engine, r"its answers are not a target's, as it was made with data\.distill\.engine none itself"),
-    ],
-)
-def test_what_is_refused(change: Any, sentence: str, folder: Path) -> None:
-    change(folder)
-    recipe = recipe_of(folder, "again", str(folder / "runs" / "own" / "hub_data"))
-    with pytest.raises(UserError, match=sentence):
-        run_distill(recipe)
-    assert not (RunFolder(recipe).data / "shards").exists()
 
 
 def test_by_way_of_the_hub(folder: Path, hub: FakeHub) -> None:

@@ -63,21 +63,6 @@ def test_damaged_file_is_named(run: FinishedRun, name: str, command: str, conten
     assert str(file) in sentence or f"{file.parent} " in sentence
 
 
-@pytest.mark.parametrize("tree", [3, [], {"tree": "best_first", "nodes": -1}, {"tree": "static"}])
-def test_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
-    file = run.root / "drafter" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_tree": tree}))
-    for command in ("eval", "prove"):
-        assert f"{file}: key `tuned_tree` holds no valid tree" in error_line(run.call(command))
-
-
-def test_truncated_weights_are_named(run: FinishedRun) -> None:
-    for file in (run.root / "drafter" / "model.safetensors", run.folder / "target" / "model.safetensors"):
-        file.write_bytes(file.read_bytes()[:-100])
-        assert str(file.parent) in error_line(run.call("prove"))
-        run.restore()
-
-
 # ---- random damage ----
 
 # Commands with their options, and files removed first so that they have work to do.

@@ -45,26 +45,6 @@ def test_readme_names_each_script() -> None:
     assert sorted(re.findall(r"\]\((\w+\.py)\)", readme)) == [script.name for script in SCRIPTS]
 
 
-@pytest.mark.nightly  # it measures and draws a whole report
-def test_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells run in order, with the scripts' small data, except for those that need a notebook server."""
-    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] for cell in cells)
-    few = ["name=example", "data.distill.engine=none", "data.conversations.limit=150", "train.max_steps=60"]
-    few += ["eval.runs=1", "eval.limit_per_category=1", "eval.max_new_tokens=16"]
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(loading, "load_recipe", lambda name, overrides: load_recipe(name, [*overrides, *few]))
-    names: dict[str, object] = {}
-    for source in ("".join(cell["source"]) for cell in cells):
-        if not source.startswith("%") and "IPython" not in source:
-            exec(source, names)
-    out = capsys.readouterr().out
-    assert "parallel-tree-lookup" in out
-    assert float(re.search(r"([\d.]+) tokens a round$", out)[1]) > 1
-    assert (folder / "runs/example/report.html").is_file()
-
-
 def test_decode_with_a_tree(run: Callable[..., str]) -> None:
     """It prints a mark for each committed token of a round."""
     out = run("decode_with_a_tree.py", "--new-tokens", "20")

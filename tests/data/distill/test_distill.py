@@ -23,8 +23,7 @@ from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
-from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
 from draftsmith.recipes.loading import load_recipe
@@ -199,19 +198,6 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
 
 
-def test_final_refusal_ends_a_conversation_with_its_answers(source: Path, tmp_path: Path) -> None:
-    """A server without room for the second turn will never answer it."""
-
-    class Full(HashEngine):
-        def complete(self, prompt: str) -> Outcome:
-            is_full = "two<|im_end|>" in prompt or "alone<|im_end|>" in prompt
-            return Failure("HTTP 400: no room", is_final=True) if is_full else super().complete(prompt)
-
-    report = run(make_recipe(source), tmp_path / "out", Full(tiny_tokenizer(templates.CHATML)))
-    assert (report.kept, report.shortened, report.failed) == (6, {"HTTP 400: no room": 1}, {"HTTP 400: no room": 1})
-    assert [turn.role for turn in load_answered(tmp_path / "out")["one"].turns] == ["user", "assistant"]
-
-
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
     """A cut first answer drops the conversation; a later one ends it before the question of that answer."""
     recipe = make_recipe(source, cut_answers="drop")
@@ -262,31 +248,6 @@ def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
         tokens = tokenize_rows(tokenizer, distilled, 512)[0][-1]
         assert tokens.input_ids[-len(answer_ids) :] == answer_ids
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
-
-
-def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
-    engine.max_length_tokens = len(prompt) + 8
-    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
-    assert report.shortened["prompt too long for the engine"] == 3
-    assert {len(conversation.turns) for conversation in load_answered(tmp_path / "out").values()} == {2}
-    # Such a failure may be tried again, with an engine that has more room; the target's own positions are final.
-    assert distill_module.ENGINE_TOO_SHORT not in distill_module.FINAL_REASONS
-    engine.max_length_tokens = None
-    limits = TargetLimits(positions=len(prompt) + 8)
-    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "positions", engine, limits=limits)
-    assert report.shortened["prompt too long"] == 3
-
-
-def test_empty_answers_are_dropped_and_only_empty_ones_are_an_error(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    engine.answer = lambda prompt: " "  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(empty answer\)"):
-        run(make_recipe(source), tmp_path / "out", engine)
-    # Failures before the first answer are not stored, so all requests are first attempts.
-    again = run(make_recipe(source), tmp_path / "out", HashEngine(engine.tokenizer))
-    assert (again.retried, again.kept) == (0, 7)
 
 
 def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Path, tmp_path: Path) -> None:
@@ -400,26 +361,6 @@ def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path:
     assert engine.calls == []
 
 
-@pytest.mark.parametrize(
-    ("engine", "options", "expected"),
-    [
-        ("vllm", {"dtype": "float16", "concurrency": 4}, {"dtype": "float16"}),
-        ("vllm", {"llm": {"quantization": "fp8", "max_num_batched_tokens": 9}}, {"llm": {"quantization": "fp8"}}),
-        ("vllm", {"max_model_len": 512, "llm": {"max_num_batched_tokens": 9}}, {}),
-        ("openai", {"base_urls": ["http://a"], "model": "m", "api": "chat"}, {"model": "m", "api": "chat"}),
-        ("openai", {"base_urls": ["http://a"], "api": "completions", "timeout_s": 9}, {}),
-        ("transformers", {"batch_size": 3}, {}),
-    ],
-)
-def test_options_that_answers_depend_on_are_settings(
-    source: Path, engine: str, options: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    """Others may change while the run folder is resumed."""
-    recipe, prefix = make_recipe(source, engine=engine, options=options), "data.distill.options."
-    settings = distill_settings(recipe, None, tiny_tokenizer(templates.CHATML))
-    assert {key.removeprefix(prefix): each for key, each in settings.items() if key.startswith(prefix)} == expected
-
-
 def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:
     """An engine that does not start or always fails fixes none; one answer does, also of an unfinished conversation."""
     out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
@@ -472,20 +413,6 @@ def test_token_ids_beyond_the_embedding(tmp_path: Path) -> None:
     run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target's answers differ
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
-
-
-def test_no_room_for_answers_is_reported_before_the_first_request(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML))
-    recipe = make_recipe(source, max_new_tokens=60)
-    with pytest.raises(
-        UserError, match=r"none of 7 prompts leaves room .*=60 within the target's 64 positions, or the"
-    ):
-        run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 64))
-    assert engine.calls == []
-    assert run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 512)).kept == 7
-    recipe.data.max_length_tokens = 8
-    with pytest.raises(UserError, match=r"none of 7 prompts leaves room .* within data.max_length_tokens=8: lower"):
-        run(recipe, tmp_path / "short", engine)
 
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Bern"}}\n</tool_call>'
@@ -555,25 +482,3 @@ def test_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> 
     rows, _ = tokenize_rows(engine.tokenizer, found, 4096)
     assert [row.answers() for row in rows] == [list(found.answer_ids)]  # one row, each answer with loss, as it was said
     assert found.tools == tuple(TOOLS)
-
-
-@pytest.mark.parametrize(
-    ("texts", "messages", "roles"),
-    [
-        ([CALL % "sky"], ASKED, ["user", "assistant"]),  # no result of the other call
-        ([CALL % "sea" + CALL % "sky"], ASKED, ["user", "assistant"]),
-        (
-            [CALL % "sky"],
-            [chat_message("Hi", "user"), chat_message("Ho"), chat_message("Bye", "user")],
-            ["user", "assistant"],
-        ),
-        ([CALL % "sky" + CALL % "sea", CALL % "sky"], ASKED, ["user", "assistant", "tool", "tool", "assistant"]),
-    ],
-)
-def test_conversation_ends_if_the_target_calls_other_tools(
-    tmp_path: Path, texts: list[str], messages: list[dict[str, Any]], roles: list[str]
-) -> None:
-    report, found, _ = run_tools(tmp_path, *texts, messages=messages)
-    assert [turn.role for turn in found.turns] == roles
-    assert found.shortened == distill_module.OTHER_CALLS
-    assert report.shortened == {distill_module.OTHER_CALLS: 1}

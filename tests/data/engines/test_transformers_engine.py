@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
 from support.half_right import TINY, greedy_reference
 from support.openai_setup import run
 from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
@@ -63,23 +62,6 @@ def test_finished_row_is_refilled_before_the_next_forward(tiny_llama: LlamaForCa
             rows = [left - 1 for left in rows]
         rows = [left for left in rows if left]
     assert len(forwards) == len(PROMPTS) + rounds
-
-
-def test_forward_of_all_rows_waits_for_a_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For its tokens, and as transformers looks whether a mask hides anything; not again in every layer."""
-    generator = torch.Generator()
-    monkeypatch.setattr(torch, "Generator", lambda _: generator)
-    with ghost_device(), torch.inference_mode():
-        engine = make_engine(tiny_target(num_hidden_layers=3).to("cuda:0"), 2, ())
-        for key, prompt in enumerate([[5, 9, 30], [7]]):
-            engine.submit(Request(str(key), prompt, [], GREEDY, key))
-        while engine._waiting:
-            engine._prefill(engine._waiting.popleft())
-        GhostDevice.counting = True
-        for _ in range(5):
-            assert engine._advance() == []
-    assert GhostDevice.of("back") == 2 * 5
-    assert GhostDevice.of("in") == GhostDevice.counts["in", NOT_WAITED_FOR] == 2 * 5
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED])

@@ -81,17 +81,6 @@ def test_every_kind_is_written_and_read_back(name: str, target: Any, file: Path,
     export_to(build_drafter(kind, options, target), file, tmp_path)
 
 
-def test_tokenizer_is_the_targets(target: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is copied key by key; a block's mask token is added."""
-    keys = tokenizer_of(file, target[0].config.to_dict())
-    monkeypatch.setattr(llamacpp, "tokenizer_of", lambda *_: keys)
-    fields = gguf.GGUFReader(export_to(build_drafter("dflash", {"block_size": 4}, target), file, tmp_path)).fields
-    ours = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
-    theirs = {key: value for key, value, _ in keys}
-    assert ours == {**theirs, "tokenizer.ggml.mask_token_id": 0}
-    assert len(theirs["tokenizer.ggml.tokens"]) == 4096
-
-
 def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, tmp_path: Path) -> None:
     options = {"draft_vocab_size": 1000, "feature_layers": [1, 4, 7], "norm_before_residual": True}
     drafter = build_drafter("eagle3", options, target)
