@@ -22,6 +22,9 @@ _SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 REMOVED: dict[str, Removed] = {
     "data.conversations.columns.input": Removed("name it after the first column, as `prompt: [instruction, input]`"),
     "data.conversations.filters.languages": Removed("filter the file before", unset=([],)),
+    "data.features.sharded": Removed(
+        "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
+    ),
     "serve --rollback": Removed("set `current` in learned/state.json to an earlier drafter's number, 0 for the first"),
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),

@@ -6,7 +6,7 @@ drafter's `Options`.
 
 import re
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -281,14 +281,32 @@ class DistillRecipe(Section):
         return self
 
 
-class FeaturesRecipe(Section):
-    """Target features for training: computed in every step, or once, into `features/`."""
+class FeatureServersRecipe(Section):
+    """vLLM servers of the target that write its hidden states: `draftsmith serve RECIPE --features`."""
 
-    source: Literal["online", "offline"] = Field(
+    urls: list[str] = Field([], description="address of each server, as `http://host:8000`; all serve the same target")
+    folder: str = Field(
+        "features-served",
+        description="folder that the servers write to and the trainer reads and empties: on a disk that all of them "
+        "share, best in memory (`/dev/shm/...`) on one machine",
+    )
+    in_flight: int = Field(32, ge=1, description="most rows that a process has asked for and not trained on yet")
+    keep: bool = Field(
+        False,
+        description="keep the features in the run's folder: the first epoch asks the servers, later ones read the disk",
+    )
+    timeout_s: float = Field(600.0, gt=0, description="seconds without an answer after which training stops")
+
+
+class FeaturesRecipe(Section):
+    """Target features for training: computed in every step, or once, into `features/`, or by servers of the target."""
+
+    source: Literal["online", "offline", "server"] = Field(
         "online",
         description="`online`: compute the target's hidden states in every training step; `offline`: read those "
-        "that `draftsmith features` wrote, and do not load the target",
+        "that `draftsmith features` wrote; `server`: ask vLLM servers for them. Only `online` runs the target",
     )
+    server: FeatureServersRecipe = FeatureServersRecipe()
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the hidden states on disk")
     autocast: bool = Field(
         False,
@@ -298,11 +316,12 @@ class FeaturesRecipe(Section):
     batch_size: int = Field(
         8, ge=1, description="sequences in one forward of the target when features are computed offline"
     )
-    sharded: bool = Field(
-        False,
-        description="split the target's layers over the launched processes (FSDP2), for a target that is too "
-        "large for one GPU",
-    )
+
+    @model_validator(mode="after")
+    def _names_its_servers(self) -> Self:
+        if self.source == "server" and not self.server.urls:
+            raise ValueError("`source: server` needs `server.urls`, the servers' addresses")
+        return self
 
 
 class DataRecipe(Section):

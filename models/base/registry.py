@@ -52,6 +52,7 @@ class Training:
     epochs: float | None = None
     tokens: int = 0
     wall_time_s: float = 0.0
+    waited_for_batches_s: float = 0.0
     batch_size: int = 0
     rows: int | None = None
     target_change: str | None = None

@@ -193,6 +193,23 @@ def get_text_decoder(target: PreTrainedModel) -> nn.Module:
     return decoder if isinstance(decoder, nn.Module) else base
 
 
+def final_norm(target: PreTrainedModel) -> nn.Module:
+    """Return the norm between the last decoder layer and the LM head.
+
+    Raises:
+        UserError: It cannot be found.
+    """
+    decoder = get_text_decoder(target)
+    norms = [getattr(decoder, name, None) for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")]
+    found = next((norm for norm in norms if isinstance(norm, nn.Module)), None)
+    if found is None:
+        raise UserError(
+            f"the final norm of {type(target).__name__} cannot be found, which features from a server need: set "
+            "data.features.source=online"
+        )
+    return found
+
+
 def drop_decoder_layers(target: PreTrainedModel) -> None:
     """Remove the decoder layers, which training on features from disk does not need.
 

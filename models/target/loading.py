@@ -82,6 +82,40 @@ def load_target(recipe: TargetRecipe | str, **values: Any) -> tuple[PreTrainedMo
     return target, tokenizer
 
 
+def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
+    """Load the target without its decoder layers: embedding, final norm and LM head, which is all that is read.
+
+    Of a quantised checkpoint these are not quantised (FP8, AWQ, GPTQ and MXFP4 leave them alone). The config says the
+    true number of layers.
+
+    Raises:
+        UserError: As `load_target`, or one of these tensors is quantised or missing.
+    """
+    location, config = target_location(recipe), load_target_config(recipe)
+    text = config.get_text_config()
+    num_layers = text.num_hidden_layers
+    a_layer = [key for key, value in vars(text).items() if isinstance(value, list) and len(value) == num_layers]
+    whole = {key: getattr(text, key) for key in ("num_hidden_layers", *a_layer)}
+    for key in whole:
+        setattr(text, key, 0 if key == "num_hidden_layers" else [])
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    options = {"dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype), "config": config}
+    target, loaded = _read(
+        location,
+        lambda: auto_class(config).from_pretrained(location, output_loading_info=True, **options, **_where(recipe)),
+    )
+    if missing := sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])]):
+        raise UserError(
+            f"target.model {recipe.model} has no plain {', '.join(missing)}, which training on servers' features "
+            "reads: name the unquantised checkpoint of the same model"
+        )
+    target = text_alone(target, recipe.model)
+    for key, value in whole.items():
+        setattr(target.config.get_text_config(), key, value)
+    return _frozen(recipe, target)
+
+
 def use_own_attention(model: PreTrainedModel) -> None:
     """Make a model attend by our kernels: of grouped heads on a CPU, over split keys on a GPU."""
     use_grouped_sdpa(model)

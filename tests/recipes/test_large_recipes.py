@@ -66,7 +66,7 @@ def shrink_recipe(
             f"runs_dir={folder}", f"target.model={folder / 'target'}", "target.dtype=float32", "target.device=cpu",
             f"data.conversations.source={folder / 'talk.jsonl'}", "data.conversations.file=null",
             "data.conversations.limit=null", "data.conversations.decontaminate=[]",
-            "data.max_length_tokens=128", "data.features.sharded=false", "data.eval_rows_frac=0",
+            "data.max_length_tokens=128", "data.features.source=online", "data.eval_rows_frac=0",
             "train.global_batch_size=4", "train.per_device_train_batch_size=2", "train.max_steps=2", "train.bf16=false",
             f"eval.questions={folder / 'questions.jsonl'}", "eval.max_new_tokens=8", "eval.runs=1",
             "eval.temperatures=[0.0]", "eval.warmup_questions=0", *further,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor
 
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target import loading
@@ -60,11 +59,11 @@ def _hold_target(recipe: Recipe) -> None:
         sync_models(recipe, target, drafter, device)
     loading.load_weights = load_weights
     ids = torch.arange(3, 15)[None]
-    offline = recipe.data.features.source == "offline"
-    layers = [] if offline else decoder_layers(target)
+    dropped = recipe.data.features.source != "online"
+    layers = [] if dropped else decoder_layers(target)
     assert len(target.base_model.layers) == len(layers)
-    held = [p.to_local() if isinstance(p, DTensor) else p for layer in layers for p in layer.parameters()]
-    features = torch.zeros(1) if offline else target_features(target, ids, layers=(1, 3, -1))
+    held = [parameter for layer in layers for parameter in layer.parameters()]
+    features = torch.zeros(1) if dropped else target_features(target, ids, layers=(1, 3, -1))
     drafted = {name: tensor.double().sum().item() for name, tensor in drafter.state_dict().items()}
     found = {
         "layer_bytes": sum(tensor.numel() * tensor.element_size() for tensor in held),

@@ -7,6 +7,8 @@ from typing import Any
 from draftsmith.models.base.registry import Training, read_training
 from draftsmith.train.drafter.shown import by_depth
 
+WORTH_SAYING_FRAC = 0.05  # of the time
+
 
 @dataclass
 class TrainReport(Training):
@@ -77,4 +79,6 @@ class TrainReport(Training):
         if self.was_finished:
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
-        return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}; {last}"
+        waited_frac = self.waited_for_batches_s / max(self.wall_time_s, 1e-9)
+        waited = f" ({waited_frac:.0%} of the time waiting for rows)" if waited_frac >= WORTH_SAYING_FRAC else ""
+        return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}{waited}; {last}"

@@ -32,6 +32,7 @@ from draftsmith.recipes.run_folder import (
     TRAINING_FILE,
     RunFolder,
     check_settings,
+    is_first_process,
     target_settings,
     with_run_lock,
     write_settings,
@@ -49,7 +50,9 @@ from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
-from draftsmith.train.features.cache import check_offline_support, open_features
+from draftsmith.train.features.cache import FeatureCache, check_offline_support, open_features
+from draftsmith.train.features.kept import open_kept
+from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
@@ -77,10 +80,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     """
     run = RunFolder(recipe)
     args = recipe_arguments(recipe)
-    offline = recipe.data.features.source == "offline"
+    online = recipe.data.features.source == "online"
     launch = detect_launch(args)
     check_launch(recipe, args, launch)
-    if offline:
+    if not online:
         check_offline_support(recipe)
     tokens = load_tokens(run, recipe.name)
     to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
@@ -98,14 +101,14 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 
     with outside_the_launch():
         target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
-    if not (offline or is_known(target.config.get_text_config())):
+    if online and not is_known(target.config.get_text_config()):
         check_logits(target)
     rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
-        if not offline:  # where no document is computed
+        if online:  # elsewhere no document is computed
             check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
-    cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
+    cache = None if online else _open_features(recipe, tokens, settings["data (its tokens)"], drafter)
     stop = StopOnInterrupt()
     trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
@@ -140,6 +143,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, settings, start)
     if trainer.is_world_process_zero():
+        if isinstance(cache, ServedFeatures):
+            cache.finish()
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
         stop.raise_interrupt()
@@ -161,6 +166,24 @@ def _target_and_drafter(
     )
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
+
+
+def _open_features(
+    recipe: Recipe, tokens: Dataset, tokens_hash: str, drafter: Drafter
+) -> FeatureCache | ServedFeatures:
+    """Return the target's features from disk, or from servers that have proven that they serve this target.
+
+    Raises:
+        UserError: As `open_features`, `open_kept` and `ServedFeatures.check_servers`.
+    """
+    chosen = recipe.data.features
+    if chosen.source == "offline":
+        return open_features(recipe, tokens_hash, drafter)
+    served = ServedFeatures(chosen, tokens, drafter, open_kept(recipe, tokens, tokens_hash, drafter))
+    if is_first_process():
+        served.sweep()
+    served.check_servers()
+    return served
 
 
 @contextmanager
@@ -238,7 +261,7 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
         "validation.patience": validation.patience,
         "drafter.init_vocabulary": None if init_vocabulary == "own" else init_vocabulary,
         "data.features.source": None if features.source == "online" else features.source,
-        "data.features.dtype": features.dtype if features.source == "offline" else None,
+        "data.features.dtype": None if features.source == "online" else features.dtype,
         "data.features.autocast": features.autocast or None,
         "data (its tokens)": tokens_hash(tokens),
         "data.eval_rows_frac": data.eval_rows_frac or None,
@@ -267,6 +290,7 @@ def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start
             "stopped_early": trainer.stopped_early,
             "epochs": trainer.state.epoch,
             "wall_time_s": round(trainer.progress.elapsed_s, 1),
+            "waited_for_batches_s": round(trainer.progress.waited_s, 1),
             "tokens": trainer.progress.tokens,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),

@@ -1,6 +1,6 @@
 """`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
 
-Or, offline, with the target's features from disk (`features/cache.py`).
+Or with the target's features from disk (`features/cache.py`) or from servers (`features/served.py`).
 
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
@@ -51,11 +51,14 @@ from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metri
 from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
+from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.processes.launch import detect_launch
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
+# Key of a batch whose features could not be had: the sentence for the user.
+ERROR = "error"
 # The batch of a process for which no row is left; two tokens, as the second has a token to its left.
 NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
@@ -88,15 +91,22 @@ def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 class FeatureCollator:
     """Collator like `collate_right_padded` that adds `features` [B, S, F] from the cache, zeros at padding."""
 
-    def __init__(self, cache: FeatureCache) -> None:
+    def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
         self._cache = cache
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collate_right_padded(rows)
-        features = torch.zeros(*batch["input_ids"].shape, self._cache.width, dtype=self._cache.dtype)
+        try:
+            return {**batch, "features": self._features(rows, batch["input_ids"])}
+        except UserError as error:  # in a worker of the loader, whose exceptions arrive with their traceback as text
+            return {**collate_right_padded([]), ERROR: str(error)}
+
+    def _features(self, rows: list[dict[str, Any]], input_ids_bs: Tensor) -> Tensor:
+        features = torch.zeros(*input_ids_bs.shape, self._cache.width, dtype=self._cache.dtype)
+        self._cache.ask([number for row in rows for number in row[ROWS_COLUMN]])
         for place, row in enumerate(rows):
             self._cache.read(row[ROWS_COLUMN], features[place])
-        return {**batch, "features": features}
+        return features
 
 
 class EvenBatches(BatchSampler):
@@ -161,13 +171,14 @@ def even_out(loader: DataLoader) -> DataLoader:
 class Progress(TrainerCallback, ExportableState):
     """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_steps,
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. waited_s: of
+    these, the seconds of waiting for batches, which servers of features may make long. unlogged_steps,
     unlogged_loss, unlogged_4g: steps, their losses and their `DrafterOutput.depth_sums`, since the last log.
     logged_tokens, logged_s: totals at the last log.
     """
 
     def __init__(self) -> None:
-        self.tokens, self.elapsed_s = 0, 0.0
+        self.tokens, self.elapsed_s, self.waited_s = 0, 0.0, 0.0
         self.unlogged_steps, self.unlogged_loss, self.unlogged_4g = 0, 0.0, list[list[float]]()
         self.logged_tokens, self.logged_s = 0, 0.0
         self._last_s: float | None = None
@@ -233,7 +244,7 @@ class DrafterTrainer(Trainer):
         target: PreTrainedModel,
         args: DrafterTrainingArguments,
         dataset: Dataset | PackedRows,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | ServedFeatures | None = None,
         eval_dataset: Dataset | None = None,
         autocast_target: bool = False,
         **kwargs: Any,
@@ -296,7 +307,9 @@ class DrafterTrainer(Trainer):
         their rows, for the draws of its forward. (transformers would count the labels of a single depth, from a column
         that the batches do not have.)
         """
+        begin_s = time.monotonic()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.progress.waited_s += time.monotonic() - begin_s
         counts = list[Tensor]()
         self._drafter.train()  # as in the forward
         for number, batch in enumerate(batches):
@@ -311,6 +324,11 @@ class DrafterTrainer(Trainer):
         if not batches:
             return batches, None
         return batches, self.accelerator.reduce(torch.stack(counts).sum(0).to(device), reduction="sum")
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if ERROR in inputs:
+            raise UserError(inputs[ERROR])
+        return super()._prepare_inputs(inputs)
 
     def compute_loss(
         self,

@@ -25,6 +25,8 @@ from draftsmith.train.drafter.optimizer import OptimizerName
 from draftsmith.train.processes.launch import leave_at_exit
 
 GLOBAL_BATCH = "global_batch_size"
+# Of `data.features.source: server`: processes that ask for rows, and the batches that each asks for ahead.
+SERVED_WORKERS, SERVED_BATCHES = 4, 4
 
 
 @dataclasses.dataclass
@@ -65,6 +67,8 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
         UserError: As `training_arguments`, or `validation` contradicts other keys.
     """
     values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
+    if recipe.data.features.source == "server":  # rows are asked for ahead of their step
+        values = {"dataloader_num_workers": SERVED_WORKERS, "dataloader_prefetch_factor": SERVED_BATCHES, **values}
     if values.get("load_best_model_at_end"):
         raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
     evaluates = values.get("eval_strategy", "no")

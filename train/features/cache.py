@@ -183,6 +183,9 @@ class FeatureCache:
     def dtype(self) -> torch.dtype:
         return self._index.dtype
 
+    def ask(self, rows: Sequence[int]) -> None:
+        """Do nothing: every row is there. See `ServedFeatures.ask`."""
+
     def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
         """Copy the features of these rows, one after the other, to the beginning of [S, F]."""
         done = 0
@@ -219,7 +222,7 @@ class FeatureCache:
 
 
 def check_offline_support(recipe: Recipe) -> None:
-    """Check that drafters of this kind can be trained on features from disk.
+    """Check that drafters of this kind can be trained on features from disk or from servers.
 
     Raises:
         UserError: The kind needs the target in training; the message gives the reason.
@@ -227,7 +230,7 @@ def check_offline_support(recipe: Recipe) -> None:
     obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
     if obstacle is not None:
         raise UserError(
-            f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk, as {obstacle}: "
+            f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk or servers, as {obstacle}: "
             "set data.features.source=online"
         )
 

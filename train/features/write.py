@@ -3,7 +3,7 @@
 The size is known before the target is loaded, from its config and the tokens. The stage can be killed at any moment:
 existing shards stay, and the next run writes the missing ones.
 
-Under a launcher each process writes its part of the shards, with its own target or, if sharded, a part of one.
+Under a launcher each process writes its part of the shards, with its own target.
 
 Shapes: B batch, S sequence, D hidden, F features.
 """
@@ -41,7 +41,7 @@ from draftsmith.train.features.cache import (
     feature_settings,
     write_shard,
 )
-from draftsmith.train.processes.frozen_target import load_split_target
+from draftsmith.train.processes.frozen_target import outside_the_launch
 from draftsmith.train.processes.launch import leave_at_exit
 
 # Left free on the disk: a share of what is written, and what else a run writes.
@@ -160,11 +160,6 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     """
     begin_s = time.perf_counter()
     folder, index, chosen = projection.folder, projection.index, recipe.data.features
-    if chosen.sharded and recipe.target.quantization is not None:
-        raise UserError(
-            "key `data.features.sharded`: weights quantised by bitsandbytes cannot be split over processes: set it to "
-            "false, or leave out `target.quantization`"
-        )
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
     number, count, missing = 0, 1, projection.missing
@@ -175,12 +170,8 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         files = [[shard.file for shard in missing]]
         distributed.broadcast_object_list(files, device=group.device)
         missing = [shard for shard in index.shards if shard.file in set(files[0])]
-        target = load_split_target(recipe, group.device)
-    elif chosen.sharded:
-        raise UserError(
-            "key `data.features.sharded`: it splits the target over several processes, and there is only one: leave "
-            "it out, or launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
-        )
+        with outside_the_launch():
+            target = load_target(recipe.target.model_copy(update={"device": str(group.device)}))[0]
     else:
         target = load_target(recipe.target)[0]
     if number == 0:
@@ -192,11 +183,6 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         for shard in parts[number]:
             rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
             write_shard(folder / shard.file, shard_features(target, index, shard, rows, chosen, bar))
-    if chosen.sharded:
-        # It runs as often here as where it runs most: each process needs the parts that the others hold.
-        forwards = [sum(-(-len(shard.rows) // chosen.batch_size) for shard in part) for part in parts]
-        for _ in range(max(forwards) - forwards[number]):
-            target_features(target, torch.zeros(1, 1, dtype=torch.long, device=target.device), layers=index.layers)
     if group is not None:
         group.wait_for_everyone()
     written = sum(shard.tokens for shard in projection.missing)

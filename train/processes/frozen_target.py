@@ -1,9 +1,8 @@
 """The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
 
-Replicated (the default), every process reads it to its own device. Sharded (`data.features.sharded`), FSDP2 splits its
-decoder layers among the processes and puts each together while it runs; embedding, final norm and LM head, which
-drafters read at any time, are whole everywhere. Offline no layer stays at all. In the latter two only the first process
-reads the files, into host memory, and the others take from it what they keep.
+Online every process reads it to its own device. With features from disk or from servers no decoder layer stays: only
+the first process reads the files, into host memory, and the others take from it what they keep. Beside servers, and
+where the drafter does not start from the target's layers, each process reads the other weights alone.
 """
 
 import os
@@ -12,16 +11,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.target.features import decoder_layers, drop_decoder_layers
-from draftsmith.models.target.loading import load_target, target_without_weights
+from draftsmith.models.target.loading import load_ends, load_target, target_without_weights
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -55,17 +52,24 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     Raises:
         UserError: As `load_target`.
     """
-    features = recipe.data.features
-    waits = features.source == "offline" or features.sharded
-    chosen = recipe.target.model_copy(update={"device": "cpu" if waits else str(device)})
-    if not waits:
-        target, _ = load_target(chosen)
+    if recipe.data.features.source == "online":
+        target, _ = load_target(recipe.target.model_copy(update={"device": str(device)}))
         pack_linears(target)
         return target
+    chosen = recipe.target.model_copy(update={"device": "cpu"})
+    if recipe.data.features.source == "server" and not starts_from_layers(recipe):
+        return load_ends(chosen)
     if not _has_peers():
         return load_target(chosen)[0]
-    target = load_target(chosen)[0] if distributed.get_rank() == 0 else None
-    return _broadcast_target(chosen, target, device)
+    return _broadcast_target(chosen, load_target(chosen)[0] if distributed.get_rank() == 0 else None, device)
+
+
+def starts_from_layers(recipe: Recipe) -> bool:
+    """Return whether the drafter's first weights are those of decoder layers of the target."""
+    options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+    if recipe.drafter.init is not None or "init" not in options:
+        return False
+    return recipe.drafter.options.get("init", options["init"].default) == "target"
 
 
 @torch.no_grad()
@@ -74,35 +78,14 @@ def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
 
     Where the first process alone read the target, the others get its drafter; else each has made an equal one.
     """
-    features = recipe.data.features
-    if features.source == "offline":
-        if _has_peers():
-            _broadcast(drafter.state_dict().values(), device)
-        drop_decoder_layers(target)
-        target.to(device)
-    elif features.sharded:
-        _broadcast(drafter.state_dict().values(), device)
-        _shard(target, device)
-    else:
+    if recipe.data.features.source == "online":
         return
+    if _has_peers():
+        _broadcast(drafter.state_dict().values(), device)
+    drop_decoder_layers(target)
+    target.to(device)
     drafter.to(device)
     drafter.attach(target)  # again: what an earlier `attach` made is on the old device
-
-
-@torch.no_grad()
-def load_split_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """Load the target for one of several processes that run it without training: split if `sharded`, else whole.
-
-    Raises:
-        UserError: As `load_target`.
-    """
-    online = recipe.model_copy(deep=True)
-    online.data.features.source = "online"
-    with outside_the_launch():
-        target = load_frozen_target(online, device)
-        if online.data.features.sharded:
-            _shard(target, device)
-    return target
 
 
 def _has_peers() -> bool:
@@ -139,19 +122,3 @@ def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
         on_device = tensor.detach().to(device).contiguous()
         distributed.broadcast(on_device, 0)
         tensor.copy_(on_device)
-
-
-def _shard(target: PreTrainedModel, device: torch.device) -> None:
-    """Split each layer on its own: its parts are gathered when it is called and freed when it returns."""
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    layer_ids = set()
-    for layer in decoder_layers(target):
-        whole = layer.state_dict() if distributed.get_rank() == 0 else {}
-        # By default a root module stays gathered after its forward, and here every layer is a root.
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        set_model_state_dict(layer, whole, options=options)
-        layer_ids |= {id(tensor) for _, tensor in layer.named_parameters()}
-    for _, tensor in _tensors(target):
-        if id(tensor) not in layer_ids:
-            tensor.data = tensor.data.to(device)

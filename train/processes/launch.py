@@ -156,10 +156,10 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     if asks:
         yield (
             f"{asks[0]} above 1: drafters are trained data-parallel only, so leave it out; a target that does not fit "
-            "is split by data.features.sharded=true"
+            "is served by vLLM, with data.features.source=server"
         )
 
-    features, kind = recipe.data.features, recipe.drafter.kind
+    kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported
     if launch.splits_weights and "split_weights" in unsupported:
         yield (
@@ -169,15 +169,6 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     needs = unsupported.get("split_target")
     if recipe.target.quantization is not None and needs is not None:
         yield f"key `target.quantization`: not with drafter.kind `{kind}`, as {needs}: leave it out"
-    if not features.sharded or features.source == "offline":  # where it is about who writes the features
-        return
-    key = "key `data.features.sharded`"
-    if launch.processes < 2:
-        yield f"{key}: it splits the target over several processes, but there is one: launch several, or leave it out"
-    if recipe.target.quantization is not None:
-        yield f"{key}: bitsandbytes' weights cannot be split: leave it out, or target.quantization"
-    if needs is not None:
-        yield f"{key}: not with drafter.kind `{kind}`, as {needs}: leave it out"
 
 
 class LostProcess(UserError):

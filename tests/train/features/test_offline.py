@@ -153,24 +153,20 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_shards")
 def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
-    """Each writes its part, with the target whole or split; with three missing shards, one process only takes part."""
+    """Each writes its part: of three missing shards two and one."""
     alone, threads = tiny_run(tmp_path, "alone"), torch.get_num_threads()
     torch.set_num_threads(1)  # as in each process: sums depend on it
     whole = contents(write(alone))
     torch.set_num_threads(threads)
-    recipes = [
-        tiny_run(tmp_path, name, data={"features": {"sharded": name == "split"}}) for name in ("copies", "split")
-    ]
-    for recipe in recipes:
-        folder = RunFolder(recipe).features
-        folder.mkdir(parents=True)
-        for name in ("index.json", "features-00001.safetensors"):  # for the same shards
-            shutil.copy(RunFolder(alone).features / name, folder)
-    run_in_processes(write_their_part, 2, recipes)
-    for recipe in recipes:
-        found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
-        assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
-        assert contents(RunFolder(recipe).features) == whole
+    recipe = tiny_run(tmp_path, "copies")
+    folder = RunFolder(recipe).features
+    folder.mkdir(parents=True)
+    for name in ("index.json", "features-00001.safetensors"):  # for the same shards
+        shutil.copy(RunFolder(alone).features / name, folder)
+    run_in_processes(write_their_part, 2, [recipe])
+    found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
+    assert contents(folder) == whole
 
 
 @pytest.mark.parametrize(

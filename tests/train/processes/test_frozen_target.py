@@ -9,10 +9,7 @@ import pytest
 import torch
 from support.held_targets import hold_targets
 from support.processes import run_in_processes
-from support.tiny_models import tiny_target
 from support.tiny_runs import save_target, tiny_run
-from torch import distributed
-from torch.distributed.tensor import DTensor
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.registry import load_drafter_class
@@ -21,14 +18,13 @@ from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, _shard, outside_the_launch
+from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, outside_the_launch
 
 CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
     ({}, "parallel", 1.0, [1, 1]),
-    ({"sharded": True}, "parallel", 0.5, [1, 0]),
-    ({"sharded": True}, "draft_model", 0.5, [1, 0]),  # starts from the target's layers
-    ({"sharded": True}, "medusa", 0.5, [1, 0]),  # and from its LM head
-    ({"source": "offline"}, "draft_model", 0.0, [1, 0]),
+    ({"source": "offline"}, "draft_model", 0.0, [1, 0]),  # starts from the target's layers
+    ({"source": "server", "server": {"urls": ["http://localhost"]}}, "parallel", 0.0, [1, 0]),
+    ({"source": "server", "server": {"urls": ["http://localhost"]}}, "medusa", 0.0, [0, 0]),  # from its LM head alone
 )  # features, kind, share of the layers in each process, files that each reads
 
 
@@ -36,7 +32,7 @@ CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
 def test_target_parts_of_each_process(tmp_path: Path) -> None:
     """FSDP's RAM-efficient loading would leave zeros in the second process. The drafters equal those of one process.
 
-    If the target is split or dropped, only the first process reads the files.
+    If the layers are dropped, only the first process reads them, or none where a drafter does not start from them.
     """
     options = {"parallel": {"feature_layers": [1, 3, -1]}}
     recipes = [
@@ -64,33 +60,6 @@ def test_target_parts_of_each_process(tmp_path: Path) -> None:
                 alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
                 assert each["features"] == alone.flatten().tolist()
         assert [each["reads"] for each in found] == reads
-
-
-def is_whole(layer: torch.nn.Module) -> bool:
-    return not any(isinstance(weight, DTensor) for weight in layer.parameters())
-
-
-def test_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:
-    """One process is enough: after the forward a layer's weights are shards of distributed tensors, not whole ones.
-
-    During it one layer at a time is whole, so a process holds its shard and two layers at most (one prefetched).
-    """
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        target, ids = tiny_target(), torch.arange(3, 15)[None]
-        expected = target_features(target, ids)
-        _shard(target, torch.device("cpu"))
-        whole: list[int] = []
-        for layer in decoder_layers(target):
-            layer.register_forward_pre_hook(lambda *_: whole.append(sum(map(is_whole, decoder_layers(target)))))
-        for _ in range(2):
-            assert torch.equal(target_features(target, ids), expected)
-            weights = [weight for layer in decoder_layers(target) for weight in layer.parameters()]
-            assert all(isinstance(weight, DTensor) for weight in weights)
-        assert whole == [1] * (2 * len(decoder_layers(target)))
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_transformers_ignores_the_launch_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from draftsmith.train.drafter.stage import train_drafter
 
 pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-SHARDED: dict[str, Any] = {"features": {"sharded": True}}
 STEPS = 30
 CURVE = {"global_batch_size": 6, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 
@@ -56,29 +55,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Recipe]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
     """Train in two processes of a launch, once for all tests."""
 
     @functools.cache
-    def of(name: str, sharded: bool) -> Recipe:
-        folder = tmp_path_factory.mktemp(name)
-        return launched(name, tiny_run(folder, "whole", train=CURVE, data=SHARDED if sharded else {}))
+    def of(name: str) -> Recipe:
+        return launched(name, tiny_run(tmp_path_factory.mktemp(name), "whole", train=CURVE))
 
     return of
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded"),
-    [
-        case("cpu_x2", True), case("fsdp2", False), case("zero2", True), case("cpu_x2", False, nightly=True),
-        case("fsdp2", True, nightly=True), case("zero1", False, nightly=True), case("zero3", True, nightly=True),
-    ],
-)  # fmt: skip
-def test_two_processes_train_as_one(
-    alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool
-) -> None:
+    "name",
+    [case("fsdp2"), case("zero2"), *(case(name, nightly=True) for name in ("cpu_x2", "zero1", "zero3"))],
+)
+def test_two_processes_train_as_one(alone: Recipe, trained: Callable[[str], Recipe], name: str) -> None:
     """Equal loss curves and weights; the final weight file is complete."""
-    recipe = trained(name, sharded)
+    recipe = trained(name)
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
     assert record(recipe)["tokens"] == record(alone)["tokens"]
     assert len(losses(recipe)) == STEPS
@@ -99,7 +92,7 @@ def test_two_processes_train_as_one(
     ],
 )
 def test_resumed_training_is_bitwise_equal(
-    trained: Callable[[str, bool], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
+    trained: Callable[[str], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
 ) -> None:
     """SIGTERM of one process saves in all of them; SIGKILL of one makes the other report it in one sentence."""
     broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), config_for_two_cpus(name, tmp_path)
@@ -115,7 +108,7 @@ def test_resumed_training_is_bitwise_equal(
     resumed = launch(config, broken)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert f"resuming from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
-    found, expected = weights_of(broken), weights_of(trained(name, False))
+    found, expected = weights_of(broken), weights_of(trained(name))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 

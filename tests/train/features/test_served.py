@@ -1,0 +1,182 @@
+"""Features from servers: training equals online training, rows are never lost, and what cannot be right is refused."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.feature_server import FeatureServer, feature_server
+from support.tiny_runs import LENGTHS, have_equal_weights, history_of, save_target, tiny_run, weights_of
+
+from draftsmith.errors import UserError
+from draftsmith.models.target.features import final_norm
+from draftsmith.models.target.loading import load_ends, load_target
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.features import served
+from draftsmith.train.features.cache import FeatureIndex
+
+LAYERS = (1, 3, 4)  # of the drafter's [1, 3, -1]
+EPOCHS = {
+    "max_steps": -1,
+    "learning_rate": 1e-3,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 2,
+    "save_steps": 2,
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FeatureServer]:
+    save_target(tmp_path / "target")
+    (tmp_path / "served").mkdir()
+    recipe = tiny_run(tmp_path)
+    with feature_server(load_target(recipe.target)[0], LAYERS, tmp_path / "served") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "LONGEST_BACKOFF_S", 0.01)
+
+
+def served_run(folder: Path, name: str, *urls: str, train: dict[str, Any] | None = None, **chosen: Any) -> Recipe:
+    """Return a run whose rows are asked for in the training process itself, so that faults are the same each time."""
+    servers = {"urls": list(urls), "folder": str(folder / "served"), "in_flight": 2, "timeout_s": 5.0, **chosen}
+    features = {"source": "server", "dtype": "float32", "server": servers}
+    workers = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
+    return tiny_run(folder, name, data={"features": features}, train={**EPOCHS, **workers, **(train or {})})
+
+
+def test_training_equals_online(server: FeatureServer, tmp_path: Path) -> None:
+    """The last layer is normed by our copy of the norm, which rounds otherwise than the target's kernels."""
+    online, recipe = tiny_run(tmp_path, "online", train=EPOCHS), served_run(tmp_path, "served", server.url)
+    train_drafter(online)
+    train_drafter(recipe)
+    for mine, other in zip(history_of(recipe), history_of(online), strict=True):
+        assert mine.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
+    for name, value in weights_of(online).items():
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
+    assert server.requests == 1 + 2 * len(LENGTHS)
+    assert list((tmp_path / "served").iterdir()) == []
+
+
+def test_workers_of_the_loader_ask_for_the_same_rows(server: FeatureServer, tmp_path: Path) -> None:
+    alone = served_run(tmp_path, "alone", server.url)
+    many = served_run(
+        tmp_path, "many", server.url, train={"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2}
+    )
+    train_drafter(alone)
+    train_drafter(many)
+    assert have_equal_weights(alone, many)
+
+
+def test_kept_rows_are_asked_for_once(server: FeatureServer, tmp_path: Path) -> None:
+    """The files that an epoch fills are those of `draftsmith features`: offline training reads them."""
+    recipe, kept = served_run(tmp_path, "each", server.url), served_run(tmp_path, "kept", server.url, keep=True)
+    train_drafter(recipe)
+    before = server.requests
+    train_drafter(kept)
+    assert server.requests - before == 1 + len(LENGTHS)
+    assert have_equal_weights(recipe, kept)
+    folder = RunFolder(kept).features
+    index = FeatureIndex.read(folder)
+    assert index is not None
+    assert sorted(file.name for file in folder.iterdir()) == ["features-00000.safetensors", "index.json"]
+    offline = tiny_run(
+        tmp_path,
+        "kept",
+        data={"features": {"source": "offline", "dtype": "float32"}},
+        train=EPOCHS,
+        runs_dir=str(tmp_path / "other"),
+    )
+    RunFolder(offline).root.mkdir(parents=True, exist_ok=True)
+    (RunFolder(offline).root / "features").symlink_to(folder)
+    train_drafter(offline)
+    assert have_equal_weights(kept, offline)
+
+
+@pytest.mark.parametrize("fault", ["busy", "unwritten", "dead"])
+def test_another_server_takes_over(
+    fault: str, server: FeatureServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, an error or a death midway: no row is lost, and the weights are the same."""
+    whole = served_run(tmp_path, "whole", server.url)
+    train_drafter(whole)
+    with feature_server(server._target, LAYERS, tmp_path / "served") as second:
+        second.fault, second.fault_from = fault, 4
+        recipe = served_run(tmp_path, "two", server.url, second.url)
+        train_drafter(recipe)
+    assert have_equal_weights(whole, recipe)
+    assert f"waiting for features from {second.url}" in capsys.readouterr().out
+
+
+def test_stopped_training_resumes_to_the_same_weights(server: FeatureServer, tmp_path: Path) -> None:
+    whole, recipe = served_run(tmp_path, "whole", server.url), served_run(tmp_path, "run", server.url, timeout_s=1.0)
+    train_drafter(whole)
+    server.requests, server.fault, server.fault_from = 0, "busy", 8
+    with pytest.raises(
+        UserError, match=r"no server .* gives features, .* \(HTTP 500\): start it again, then run the same"
+    ):
+        train_drafter(recipe)
+    server.fault = ""
+    train_drafter(recipe)
+    assert have_equal_weights(whole, recipe)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("ids", "has other tokens than were asked for"),
+        ("nan", "has values that are not finite"),
+        ("short", r"has the shape \[\d+, 3, 32\], not \[\d+, 3, 32\]"),
+        ("layers", r"has the shape \[\d+, 2, 32\], not \[\d+, 3, 32\]"),
+        ("dtype", "has torch.float16, not torch.float32"),
+        ("damaged", "is damaged"),
+        ("nothing", "writes no hidden states: start the server by the command that"),
+        ("long", r"refuses a row of \d+ tokens \(HTTP 400: .*too long.*\): its --max-model-len must be at least \d+"),
+    ],
+)
+@pytest.mark.parametrize("fault_from", [1, 4])
+def test_lies_stop_the_training(
+    fault: str, sentence: str, fault_from: int, server: FeatureServer, tmp_path: Path
+) -> None:
+    server.fault, server.fault_from = fault, fault_from
+    with pytest.raises(UserError, match=sentence):
+        train_drafter(served_run(tmp_path, "run", server.url))
+    assert not (RunFolder(served_run(tmp_path, "run", server.url)).drafter / "training.json").exists()
+
+
+def test_start_proves_the_target(server: FeatureServer, tmp_path: Path) -> None:
+    server.fault = "other"
+    with pytest.raises(UserError, match=r"serves another target than target\.model, or extracts other layers"):
+        train_drafter(served_run(tmp_path, "run", server.url))
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9 .* gives no features .*: start the server by the command"):
+        train_drafter(served_run(tmp_path, "nobody", "http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match=r"`source: server` needs `server\.urls`"):
+        served_run(tmp_path, "none")
+
+
+def test_old_files_that_nobody_read_are_swept(server: FeatureServer, tmp_path: Path) -> None:
+    old, new = (tmp_path / "served" / f"{name}.safetensors" for name in ("old", "new"))
+    for file in (old, new):
+        file.touch()
+    os.utime(old, (time.time() - 2 * served.ORPHAN_AGE_S,) * 2)
+    train_drafter(served_run(tmp_path, "run", server.url))
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_ends_are_the_targets(tmp_path: Path) -> None:
+    """Embedding, final norm and head without any layer; the config still counts the layers."""
+    recipe = tiny_run(tmp_path)
+    whole, ends = load_target(recipe.target)[0], load_ends(recipe.target)
+    assert len(ends.base_model.layers) == 0
+    assert ends.config.num_hidden_layers == whole.config.num_hidden_layers == 4
+    assert torch.equal(ends.get_output_embeddings().weight, whole.get_output_embeddings().weight)
+    assert torch.equal(ends.get_input_embeddings().weight, whole.get_input_embeddings().weight)
+    assert torch.equal(final_norm(ends).weight, final_norm(whole).weight)

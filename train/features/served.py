@@ -1,0 +1,306 @@
+"""The target's features from vLLM servers that serve it: `data.features.source: server`.
+
+A training process loads of the target what drafters read at any time, its embedding, final norm and LM head, and asks
+the servers for the hidden states of each row when it is about to be trained on. The servers run wherever the target
+fits, with their own tensor parallelism, quantisation and kernels; they write each row into a folder that both sides
+share (`data/engines/vllm_hidden_states.py`), and the reader deletes it.
+
+Every file is checked: the tokens that were sent, its shape and dtype, and that values are finite. At the start each
+server proves on one row that it serves this target: its most likely tokens must be those of our norm and head on its
+last hidden states. A server that cannot answer is asked again, or the next one in its place, for `timeout_s`; then
+training stops, and the same command resumes it. No row is ever skipped or replaced.
+
+With `keep` the rows are written into the run's feature files as they come (`cache.py` has the format), which later
+epochs, and trainings with `source: offline`, read.
+
+Shapes: S tokens of a row, L served layers, D hidden, F = D times the number of layers that the drafter reads.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.errors import UserError, reason
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.target.features import FINAL_FEATURES, final_norm, required_layers
+from draftsmith.models.target.view import target_value
+from draftsmith.recipes.schema import FeaturesRecipe
+from draftsmith.train.features.kept import KeptFeatures
+
+SERVED_NAME = "target"
+START_IT = "start the server by the command that `draftsmith serve RECIPE --features` prints"
+FAILED = ".failed"  # behind a file's name, see `data/engines/vllm_hidden_states.py`
+# A file follows its answer: it is waited for so long, in steps that double up to the longest.
+FILE_TIMEOUT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.001, 0.05
+LONGEST_BACKOFF_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+ORPHAN_AGE_S = 3600.0  # of a file that nobody has read, as after an aborted request
+PROOF_TOKENS = 32
+# How far below our largest logit the server's most likely token may be, as a share of the largest logit's height.
+TIES_FRAC = {torch.float32: 1e-3}
+TIES_FRAC_HALF = 3e-2
+
+
+class Unavailable(Exception):
+    """A server cannot answer now; another one, or the same one later, may."""
+
+
+def served_layers(drafter: Drafter, num_target_layers: int) -> tuple[int, ...]:
+    """Return the ids of the layers that the servers extract, ascending: the drafter's, and always the last one.
+
+    Layer -1, the final features, is the last layer's output after our copy of the target's final norm.
+    """
+    return tuple(sorted({num_target_layers, *(layer for layer in required_layers(drafter) if layer != FINAL_FEATURES)}))
+
+
+class ServedFeatures:
+    """The target's features, row by row, from servers; read like a `FeatureCache`.
+
+    Args:
+        chosen: `data.features` of the recipe.
+        tokens: The run's tokens, whose rows are asked for by number.
+        drafter: Attached to a target that has at least its ends.
+        kept: Where rows are kept, and taken from once they are there; None: nowhere.
+    """
+
+    def __init__(
+        self, chosen: FeaturesRecipe, tokens: Dataset, drafter: Drafter, kept: KeptFeatures | None = None
+    ) -> None:
+        target: PreTrainedModel = drafter.attached.target
+        self._chosen, self._tokens, self._kept = chosen, tokens.with_format("numpy", columns=["input_ids"]), kept
+        self._target, self._norm = target, final_norm(target)
+        self._hidden_size = target_value(target.config, "hidden_size")
+        self._last = target_value(target.config, "num_hidden_layers")
+        self._layers, self._served = required_layers(drafter), served_layers(drafter, self._last)
+        self._pool: ThreadPoolExecutor | None = None
+        self._client: httpx2.Client | None = None
+        self._asked: dict[int, Future[Tensor]] = {}
+
+    @property
+    def width(self) -> int:
+        """Return F, the size of a token's features."""
+        return len(self._layers) * self._hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self._chosen.dtype)
+
+    def ask(self, rows: Sequence[int]) -> None:
+        """Ask for rows that will be read; at most `in_flight` are under way at once."""
+        if self._pool is None:  # in each worker of a data loader its own
+            workers = torch.utils.data.get_worker_info()
+            self._pool = ThreadPoolExecutor(
+                max(1, self._chosen.server.in_flight // (workers.num_workers if workers else 1))
+            )
+        for row in rows:
+            if row not in self._asked and (self._kept is None or not self._kept.has(row)):
+                self._asked[row] = self._pool.submit(self.fetch, row)
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
+        """Copy the features of these rows, one after the other, to the beginning of [S, F].
+
+        Raises:
+            UserError: No server gives them, or one gives what cannot be right.
+        """
+        self.ask(rows)
+        done = 0
+        for row in rows:
+            length = len(self._tokens[row]["input_ids"])
+            out_rf = out_sf[done : done + length]
+            done += length
+            if self._kept is not None and self._kept.has(row):
+                self._kept.read(row, self._layers, out_rf)
+                continue
+            hidden_sld = self._asked.pop(row).result()
+            for layer, part_sd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
+                part_sd.copy_(self._features(layer, hidden_sld))
+            if self._kept is not None:
+                self._kept.write(row, self._layers, out_rf)
+
+    def fetch(self, row: int) -> Tensor:
+        """Return the hidden states [S, L, D] of a row, from the first server that gives them.
+
+        Raises:
+            UserError: None did within `timeout_s`, or one refuses the row or answers with something else.
+        """
+        ids, urls = self._tokens[row]["input_ids"].tolist(), self._chosen.server.urls
+        begin_s, attempt = time.monotonic(), 0
+        while True:
+            url = urls[(row + attempt) % len(urls)]
+            try:
+                return self._fetch(url, ids)[0]
+            except (Unavailable, httpx2.TransportError) as error:
+                if time.monotonic() - begin_s > self._chosen.server.timeout_s:
+                    raise UserError(
+                        f"no server of data.features.server.urls gives features, {url} for the last time "
+                        f"({reason(error)}): start it again, then run the same command, which resumes"
+                    ) from None
+                if attempt == 0:
+                    print(f"waiting for features from {url}: {reason(error)}", flush=True)
+            time.sleep(min(2.0**attempt, LONGEST_BACKOFF_S))
+            attempt += 1
+
+    def check_servers(self) -> None:
+        """Check with one row that each server serves this target, its layers and its dtype.
+
+        Raises:
+            UserError: A server does not answer, or serves another target or other layers.
+        """
+        row = next((row for row in range(len(self._tokens)) if len(self._tokens[row]["input_ids"]) > 1), 0)
+        ids = self._tokens[row]["input_ids"][:PROOF_TOKENS].tolist()
+        for url in self._chosen.server.urls:
+            try:
+                hidden_sld, choice = self._fetch(url, ids, prompt_logprobs=1)
+            except (Unavailable, httpx2.TransportError) as error:
+                raise UserError(
+                    f"{url} of data.features.server.urls gives no features ({reason(error)}): {START_IT}"
+                ) from None
+            self._check_same_target(url, hidden_sld, choice.get("prompt_logprobs") or [])
+        if self._client is not None:
+            self._client.close()
+            self._client = None  # not shared with the data loader's workers
+
+    @torch.no_grad()
+    def _check_same_target(self, url: str, hidden_sld: Tensor, prompt_logprobs: list[Any]) -> None:
+        weight = self._target.get_output_embeddings().weight
+        final_sd = self._features(FINAL_FEATURES, hidden_sld).to(weight.device, weight.dtype)
+        logits_sv = self._target.get_output_embeddings()(final_sd).float()
+        ties = TIES_FRAC.get(hidden_sld.dtype, TIES_FRAC_HALF)
+        for place, said in enumerate(prompt_logprobs[1:]):
+            likely = next((int(token) for token, value in (said or {}).items() if value.get("rank") == 1), None)
+            logits_v = logits_sv[place]
+            height = logits_v.max() - logits_v.mean()
+            if likely is None or likely >= len(logits_v) or logits_v.max() - logits_v[likely] > ties * height:
+                raise UserError(
+                    f"{url} of data.features.server.urls serves another target than target.model, or extracts other "
+                    f"layers than {list(self._served)}: after {place + 1} tokens its most likely next token is "
+                    f"{likely}, and our LM head's on its hidden states {int(logits_v.argmax())}: {START_IT}"
+                )
+
+    def sweep(self) -> None:
+        """Delete old files in the servers' folder that nobody has read, as those of aborted requests."""
+        folder, now_s = Path(self._chosen.server.folder), time.time()
+        for file in folder.glob("*.safetensors*"):
+            try:
+                if now_s - file.stat().st_mtime > ORPHAN_AGE_S:
+                    file.unlink()
+            except FileNotFoundError:  # another process was faster
+                continue
+
+    def finish(self) -> None:
+        """Complete the kept files, once training has ended; by one process."""
+        if self._kept is not None:
+            self._kept.finish()
+
+    def _features(self, layer: int, hidden_sld: Tensor) -> Tensor:
+        """Return one layer's features [S, D] of served hidden states; those of layer -1 are normed here."""
+        if layer != FINAL_FEATURES:
+            return hidden_sld[:, self._served.index(layer)]
+        weight = next(self._norm.parameters())
+        return self._norm(hidden_sld[:, self._served.index(self._last)].to(weight.device, weight.dtype)).cpu()
+
+    def _fetch(self, url: str, ids: list[int], **asked: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Return the hidden states [S, L, D] of these tokens from one server, and its answer."""
+        if self._client is None:
+            timeout = httpx2.Timeout(self._chosen.server.timeout_s, connect=CONNECT_TIMEOUT_S)
+            self._client = httpx2.Client(timeout=timeout, trust_env=False, limits=httpx2.Limits(max_connections=None))
+        body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        response = self._client.post(f"{url.rstrip('/')}/v1/completions", json={**body, **asked})
+        if 400 <= response.status_code < 500:
+            raise UserError(
+                f"{url} of data.features.server.urls refuses a row of {len(ids)} tokens (HTTP {response.status_code}: "
+                f"{reason(ValueError(response.text))}): its --max-model-len must be at least {len(ids) + 1}"
+            )
+        if response.status_code != 200:
+            raise Unavailable(f"HTTP {response.status_code}")
+        try:
+            answer = response.json()
+            choice, params = answer["choices"][0], answer.get("kv_transfer_params") or {}
+            read_ids, path = choice.get("prompt_token_ids"), params.get("hidden_states_path")
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+            raise UserError(
+                f"{url} of data.features.server.urls answers with what is no completion of vLLM's"
+            ) from None
+        if read_ids != ids:
+            raise UserError(
+                f"{url} of data.features.server.urls read other tokens than it was sent: it is no vLLM server"
+            )
+        if not isinstance(path, str):
+            raise UserError(f"{url} of data.features.server.urls writes no hidden states: {START_IT}")
+        return self._read_file(Path(self._chosen.server.folder) / Path(path).name, ids), choice
+
+    def _read_file(self, file: Path, ids: list[int]) -> Tensor:
+        """Return what a server wrote for these tokens, and delete it."""
+        begin_s, pause_s, failed = time.monotonic(), FIRST_PAUSE_S, file.with_name(file.name + FAILED)
+        while not file.is_file():
+            if failed.is_file():
+                why = failed.read_text(encoding="utf-8")
+                failed.unlink(missing_ok=True)
+                raise Unavailable(f"it could not write {file}: {why}")
+            if time.monotonic() - begin_s > FILE_TIMEOUT_S:
+                raise Unavailable(f"{file} did not come: data.features.server.folder must be the server's own folder")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        try:
+            tensors = load(file.read_bytes())
+            hidden_sld, read_ids = tensors["hidden_states"], tensors["token_ids"].tolist()
+        except (SafetensorError, KeyError) as error:
+            raise UserError(f"{file}, written by a server of features, is damaged ({reason(error)})") from None
+        finally:
+            file.unlink(missing_ok=True)
+        expected = (len(ids), len(self._served), self._hidden_size)
+        wrong = (
+            ("other tokens than were asked for" if read_ids != ids else "")
+            or ("" if hidden_sld.shape == expected else f"the shape {list(hidden_sld.shape)}, not {list(expected)}")
+            or ("" if hidden_sld.dtype == self._target.dtype else f"{hidden_sld.dtype}, not {self._target.dtype}")
+            or ("" if hidden_sld.isfinite().all() else "values that are not finite")
+        )
+        if wrong:
+            raise UserError(f"{file}, written by a server of features, has {wrong}: {START_IT}")
+        return hidden_sld
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out threads and connections: each worker of a data loader has its own."""
+        return {**self.__dict__, "_pool": None, "_client": None, "_asked": {}}
+
+
+def serving_arguments(
+    layers: Sequence[int], folder: str, longest_row_tokens: int, dtype: str, location: str
+) -> dict[str, Any]:
+    """Return vLLM's arguments for a server of features, for `command_line`.
+
+    Args:
+        layers: As from `served_layers`.
+        longest_row_tokens: Of the run's tokens, or `data.max_length_tokens`; the server must have room for one more.
+    """
+    drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    return {
+        "model": location,
+        "served_model_name": SERVED_NAME,
+        "dtype": dtype,
+        "max_model_len": longest_row_tokens + 1,
+        "speculative_config": {
+            "method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter,
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "draftsmith.data.engines.vllm_hidden_states",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": os.path.abspath(folder), "use_synchronization_lock": False,
+                "min_free_bytes": 1 << 30,
+            },
+        },
+    }  # fmt: skip
