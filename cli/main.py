@@ -7,6 +7,7 @@ so that `--help` and a mistyped recipe respond immediately.
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -354,8 +355,18 @@ def serve(
     learn_answers: Annotated[
         int, typer.Option(min=100, help="With --learn: number of newest answers to keep on disk.")
     ] = 4000,
+    features: Annotated[
+        bool,
+        typer.Option(
+            "--features", help="Print the command of a vLLM server that gives the target's features to a training."
+        ),
+    ] = False,
+    start: Annotated[bool, typer.Option("--start", help="With --features: run that command here.")] = False,
 ) -> None:
     """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
+    if features:
+        _serve_features(recipe, overrides, start)
+        return
     try:
         from draftsmith.eval.report.text import target_name
         from draftsmith.serve.server import run as run_server
@@ -388,6 +399,22 @@ def serve(
     page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
+
+
+def _serve_features(recipe: Path | None, overrides: list[str] | None, start: bool) -> None:
+    """Print the command of a server of features, or run it until it ends."""
+    from draftsmith.data.engines.vllm_engine import require_vllm
+    from draftsmith.train.features.serving import server_command
+
+    if recipe is None:
+        raise UserError("serve --features needs a recipe, whose target it serves to the recipe's training")
+    words = server_command(load_recipe(recipe, overrides))
+    if not start:
+        console.print("# Where vLLM is installed, with `pip install draftsmith` beside it:", style="dim")
+        print(shlex.join(words))
+        return
+    require_vllm("serve --features --start")
+    raise typer.Exit(subprocess.run([sys.executable, *words[1:]], check=False).returncode)
 
 
 def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:

@@ -94,7 +94,7 @@ class FeatureCollator:
     def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
         self._cache = cache
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate_right_padded(rows)
         try:
             return {**batch, "features": self._features(rows, batch["input_ids"])}

@@ -16,7 +16,6 @@ epochs, and trainings with `source: offline`, read.
 Shapes: S tokens of a row, L served layers, D hidden, F = D times the number of layers that the drafter reads.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -217,7 +216,7 @@ class ServedFeatures:
             timeout = httpx2.Timeout(self._chosen.server.timeout_s, connect=CONNECT_TIMEOUT_S)
             self._client = httpx2.Client(timeout=timeout, trust_env=False, limits=httpx2.Limits(max_connections=None))
         body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        response = self._client.post(f"{url.rstrip('/')}/v1/completions", json={**body, **asked})
+        response = self._client.post(f"{url.rstrip('/').removesuffix('/v1')}/v1/completions", json={**body, **asked})
         if 400 <= response.status_code < 500:
             raise UserError(
                 f"{url} of data.features.server.urls refuses a row of {len(ids)} tokens (HTTP {response.status_code}: "
@@ -274,33 +273,3 @@ class ServedFeatures:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads and connections: each worker of a data loader has its own."""
         return {**self.__dict__, "_pool": None, "_client": None, "_asked": {}}
-
-
-def serving_arguments(
-    layers: Sequence[int], folder: str, longest_row_tokens: int, dtype: str, location: str
-) -> dict[str, Any]:
-    """Return vLLM's arguments for a server of features, for `command_line`.
-
-    Args:
-        layers: As from `served_layers`.
-        longest_row_tokens: Of the run's tokens, or `data.max_length_tokens`; the server must have room for one more.
-    """
-    drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
-    return {
-        "model": location,
-        "served_model_name": SERVED_NAME,
-        "dtype": dtype,
-        "max_model_len": longest_row_tokens + 1,
-        "speculative_config": {
-            "method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter,
-        },
-        "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "draftsmith.data.engines.vllm_hidden_states",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {
-                "shared_storage_path": os.path.abspath(folder), "use_synchronization_lock": False,
-                "min_free_bytes": 1 << 30,
-            },
-        },
-    }  # fmt: skip

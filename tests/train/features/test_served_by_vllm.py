@@ -1,0 +1,124 @@
+"""Features from a real vLLM server: equal to transformers', and a training on them equals online training."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.served_drafters import load_embedded
+from support.tiny_runs import history_of, recipe_in
+from support.vllm_answers import generate_answers
+from support.vllm_server import NEEDS_VLLM, vllm_environment
+
+from draftsmith.data.engines.vllm_engine import VllmServer
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.models.target.loading import load_ends
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.features import served
+from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.serving import server_arguments
+
+datasets = pytest.importorskip("datasets")
+__all__ = ["vllm_environment"]  # fixture
+pytestmark = NEEDS_VLLM
+SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20, "dtype": "float32", "max_num_batched_tokens": 128}
+ANSWER_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    _, _, prompts = load_embedded()
+    answers, _ = generate_answers(prompts, ANSWER_TOKENS, None)
+    return [
+        {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def embedded_run(folder: Path, name: str, rows: list[dict[str, Any]], *urls: str, **chosen: Any) -> Recipe:
+    servers = {"urls": list(urls), "folder": str(folder / "served"), **chosen}
+    features = {"source": "server", "dtype": "float32", "server": servers} if urls else {}
+    recipe = recipe_in(
+        folder,
+        name,
+        target={"model": "embedded", "dtype": "float32"},
+        drafter={"options": {"num_masks": 2, "feature_layers": [4, -1]}},
+        data={"features": features},
+        train={"max_steps": 12, "learning_rate": 1e-3, "logging_steps": 1},
+    )
+    tokens = RunFolder(recipe).data / "tokens"
+    if not tokens.exists():
+        datasets.Dataset.from_list(rows).save_to_disk(str(tokens))
+    return recipe
+
+
+@pytest.fixture
+def server(tmp_path: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Iterator[VllmServer]:
+    arguments = server_arguments(embedded_run(tmp_path, "arguments", rows, "http://127.0.0.1:1"))
+    started = VllmServer({**arguments, **SMALL, **getattr(request, "param", {})}, "the test")
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("server", [{}, {"tensor_parallel_size": 2}], indirect=True, ids=["one", "parallel"])
+def test_features_are_the_targets(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """After the final norm within 5e-4, and the same most likely token everywhere; twice, from cached prefixes too."""
+    recipe = embedded_run(tmp_path, "run", rows, server.url)
+    target, _, _ = load_embedded()
+    drafter = load_drafter_class("parallel").from_target(load_ends(recipe.target), recipe.drafter.options)
+    tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
+    source = ServedFeatures(recipe.data.features, tokens, drafter)
+    source.check_servers()
+    for row in [*range(len(rows)), *range(len(rows))]:
+        ids = torch.tensor([rows[row]["input_ids"]])
+        found = torch.zeros(ids.shape[1], source.width)
+        source.read([row], found)
+        expected = target_features(target, ids, layers=(4, FINAL_FEATURES))[0]
+        (inner, final), (our_inner, our_final) = found.chunk(2, dim=-1), expected.chunk(2, dim=-1)
+        torch.testing.assert_close(inner, our_inner, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(final, our_final, atol=5e-4, rtol=0)
+        assert torch.equal(target.lm_head(final).argmax(-1), target.lm_head(our_final).argmax(-1))
+    assert list((tmp_path / "served").glob("*.safetensors*")) == []
+
+
+def test_training_equals_online(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    online, recipe = embedded_run(tmp_path, "online", rows), embedded_run(tmp_path, "server", rows, server.url)
+    train_drafter(online)
+    train_drafter(recipe)
+    losses = [[log["loss"] for log in history_of(each) if "loss" in log] for each in (recipe, online)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_killed_server_loses_no_row(
+    server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two servers is killed amid the training; the other one answers in its place."""
+    arguments = {**server_arguments(embedded_run(tmp_path, "arguments", rows, "http://127.0.0.1:1")), **SMALL}
+    second, count, fetch = VllmServer(arguments, "the test"), [0], ServedFeatures.fetch
+
+    def kill_midway(self: ServedFeatures, row: int) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 10:
+            os.killpg(second._process.pid, signal.SIGKILL)
+        return fetch(self, row)
+
+    whole = embedded_run(tmp_path, "whole", rows, server.url)
+    train_drafter(whole)
+    monkeypatch.setattr(ServedFeatures, "fetch", kill_midway)
+    monkeypatch.setattr(served, "FILE_TIMEOUT_S", 2.0)
+    recipe = embedded_run(tmp_path, "two", rows, server.url, second.url)
+    recipe.train["dataloader_num_workers"], recipe.train["dataloader_prefetch_factor"] = 0, None
+    try:
+        train_drafter(recipe)
+    finally:
+        second.close()
+    assert [log.get("loss") for log in history_of(recipe)] == pytest.approx(
+        [log.get("loss") for log in history_of(whole)], abs=1e-6
+    )

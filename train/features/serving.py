@@ -1,0 +1,71 @@
+"""The command of a vLLM server that gives a target's features to trainings: `draftsmith serve RECIPE --features`."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
+from draftsmith.data.engines.vllm_engine import command_line
+from draftsmith.files import expand_home
+from draftsmith.models.formats.exporting import loading_words
+from draftsmith.models.target.loading import target_location
+from draftsmith.models.target.view import target_value
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.features.cache import check_offline_support
+from draftsmith.train.features.served import SERVED_NAME, served_layers
+from draftsmith.train.features.write import models_without_weights
+
+CONNECTOR, MODULE = "HiddenStatesConnector", "draftsmith.data.engines.vllm_hidden_states"
+MIN_FREE_BYTES = 1 << 30  # of the disk of `data.features.server.folder`
+
+
+def server_command(recipe: Recipe) -> list[str]:
+    """Return the words of the command; it listens where the recipe's first URL is, or on port 8000.
+
+    Raises:
+        UserError: As `server_arguments`.
+    """
+    urls = recipe.data.features.server.urls
+    port = (urlsplit(urls[0]).port if urls else None) or 8000
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", *loading_words(recipe, "vllm")]
+    return [*words, *command_line({**server_arguments(recipe), "served_model_name": SERVED_NAME, "port": port})]
+
+
+def server_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments that make a server one of features, by vLLM's names.
+
+    The server takes rows as long as the longest of the run's tokens, or as `data.max_length_tokens` before there are
+    any, and one token more, which vLLM generates.
+
+    Raises:
+        UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.
+    """
+    check_offline_support(recipe)
+    target, drafter = models_without_weights(recipe)
+    layers = served_layers(drafter, target_value(target.config, "num_hidden_layers"))
+    longest_tokens = recipe.data.max_length_tokens
+    if (RunFolder(recipe).data / "tokens").is_dir():
+        longest_tokens = max(row_lengths(load_tokens(RunFolder(recipe), recipe.name)))
+    drafting = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    extra = {
+        "shared_storage_path": str(Path(expand_home(recipe.data.features.server.folder)).absolute()),
+        "use_synchronization_lock": False,
+        "min_free_bytes": MIN_FREE_BYTES,
+    }
+    writing = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+    return {
+        "model": target_location(recipe.target),
+        "max_model_len": longest_tokens + 1,
+        "speculative_config": drafting,
+        "kv_transfer_config": writing,
+    }
