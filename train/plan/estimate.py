@@ -53,8 +53,8 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
     Raises:
         UserError: As `models_without_weights`, or the recipe's training cannot be done.
     """
-    is_offline = recipe.data.features.source == "offline"
-    if is_offline:
+    online = recipe.data.features.source == "online"
+    if not online:
         check_offline_support(recipe)
     target, drafter = models_without_weights(recipe)
     drafter.train().training_step = LATE_STEP
@@ -63,7 +63,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
     mask_bs = (torch.arange(length) >= length - labelled).long().expand_as(ids_bs)
     groups, device_type = drafter.groups(ids_bs, mask_bs), target_device(recipe.target).type
     target_flops, drafter_flops = step_flops(target, drafter, groups, int(mask_bs.sum()), device_type)
-    if is_offline:
+    if not online:
         target_flops = 0.0
         drop_decoder_layers(target)
     trained = trained_parameters(drafter)

@@ -43,8 +43,8 @@ def measure_step(recipe: Recipe, length: int, labelled: int) -> MeasuredStep:
     Raises:
         UserError: The recipe trains on features from disk, the target cannot be loaded, or memory ran out.
     """
-    if recipe.data.features.source == "offline":
-        raise UserError("option --measure runs the target in each step: leave out data.features.source=offline")
+    if recipe.data.features.source != "online":
+        raise UserError("option --measure runs the target in each step: set data.features.source=online")
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         values = {key: value for key, value in recipe.train.items() if key not in ("eval_strategy", "report_to")}
         values |= {"max_steps": STEPS, "save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
