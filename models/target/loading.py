@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
@@ -101,10 +102,16 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     options = {"dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype), "config": config}
-    target, loaded = _read(
-        location,
-        lambda: auto_class(config).from_pretrained(location, output_loading_info=True, **options, **_where(recipe)),
-    )
+
+    def read() -> tuple[PreTrainedModel, dict[str, Any]]:
+        shown = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # it would list the layers that are left out
+        try:
+            return auto_class(config).from_pretrained(location, output_loading_info=True, **options, **_where(recipe))
+        finally:
+            transformers_logging.set_verbosity(shown)
+
+    target, loaded = _read(location, read)
     if missing := sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])]):
         raise UserError(
             f"target.model {recipe.model} has no plain {', '.join(missing)}, which training on servers' features "

@@ -237,5 +237,7 @@ def test_drafters_that_need_the_target_are_refused(tmp_path: Path) -> None:
     ):
         recipe = tiny_run(tmp_path, drafter={"kind": kind, "options": {}}, data=OFFLINE)
         for refused in (project_features, train_drafter):
-            with pytest.raises(UserError, match=rf"`{kind}` cannot be trained on features from disk, as {why}"):
+            with pytest.raises(
+                UserError, match=rf"`{kind}` cannot be trained on features from disk or servers, as {why}"
+            ):
                 refused(recipe)

@@ -12,11 +12,12 @@ from support.served_drafters import load_embedded
 from support.tiny_runs import history_of, recipe_in
 from support.vllm_answers import generate_answers
 from support.vllm_server import NEEDS_VLLM, vllm_environment
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
-from draftsmith.models.target.loading import load_ends
+from draftsmith.models.target.loading import EMBEDDED_TARGET, load_ends, load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
@@ -41,13 +42,13 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def embedded_run(folder: Path, name: str, rows: list[dict[str, Any]], *urls: str, **chosen: Any) -> Recipe:
-    servers = {"urls": list(urls), "folder": str(folder / "served"), **chosen}
+def embedded_run(folder: Path, name: str, rows: list[dict[str, Any]], *urls: str, model: str = "embedded") -> Recipe:
+    servers = {"urls": list(urls), "folder": str(folder / "served")}
     features = {"source": "server", "dtype": "float32", "server": servers} if urls else {}
     recipe = recipe_in(
         folder,
         name,
-        target={"model": "embedded", "dtype": "float32"},
+        target={"model": model, "dtype": "float32"},
         drafter={"options": {"num_masks": 2, "feature_layers": [4, -1]}},
         data={"features": features},
         train={"max_steps": 12, "learning_rate": 1e-3, "logging_steps": 1},
@@ -59,19 +60,21 @@ def embedded_run(folder: Path, name: str, rows: list[dict[str, Any]], *urls: str
 
 
 @pytest.fixture
-def server(tmp_path: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Iterator[VllmServer]:
+def server(tmp_path: Path, rows: list[dict[str, Any]]) -> Iterator[VllmServer]:
     arguments = server_arguments(embedded_run(tmp_path, "arguments", rows, "http://127.0.0.1:1"))
-    started = VllmServer({**arguments, **SMALL, **getattr(request, "param", {})}, "the test")
+    started = VllmServer({**arguments, **SMALL}, "the test")
     yield started
     started.close()
 
 
-@pytest.mark.parametrize("server", [{}, {"tensor_parallel_size": 2}], indirect=True, ids=["one", "parallel"])
-def test_features_are_the_targets(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    """After the final norm within 5e-4, and the same most likely token everywhere; twice, from cached prefixes too."""
-    recipe = embedded_run(tmp_path, "run", rows, server.url)
-    target, _, _ = load_embedded()
-    drafter = load_drafter_class("parallel").from_target(load_ends(recipe.target), recipe.drafter.options)
+def check_features(recipe: Recipe, rows: list[dict[str, Any]]) -> None:
+    """Check all rows twice, the second time from cached prefixes.
+
+    Features are equal within rounding, after the final norm within 5e-4, and so is the most likely token everywhere.
+    """
+    target, _ = load_target(recipe.target)
+    options = {**recipe.drafter.options, "init": "random"}
+    drafter = load_drafter_class("parallel").from_target(load_ends(recipe.target), options)
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
     source = ServedFeatures(recipe.data.features, tokens, drafter)
     source.check_servers()
@@ -84,7 +87,30 @@ def test_features_are_the_targets(server: VllmServer, tmp_path: Path, rows: list
         torch.testing.assert_close(inner, our_inner, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(final, our_final, atol=5e-4, rtol=0)
         assert torch.equal(target.lm_head(final).argmax(-1), target.lm_head(our_final).argmax(-1))
-    assert list((tmp_path / "served").glob("*.safetensors*")) == []
+    assert list(Path(recipe.data.features.server.folder).glob("*.safetensors*")) == []
+
+
+def test_features_are_the_targets(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    check_features(embedded_run(tmp_path, "run", rows, server.url), rows)
+
+
+def test_features_of_tensor_parallel_servers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """Of a small random Llama, whose heads two processes can share."""
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    recipe = embedded_run(tmp_path, "run", rows, "http://127.0.0.1:1", model=str(tmp_path / "target"))
+    server = VllmServer({**server_arguments(recipe), **SMALL, "tensor_parallel_size": 2}, "the test")
+    try:
+        recipe.data.features.server.urls = [server.url]
+        check_features(recipe, rows)
+    finally:
+        server.close()
 
 
 def test_training_equals_online(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
