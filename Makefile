@@ -70,7 +70,7 @@ help:
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
 	@echo "make nightly      the long tests, which make test leaves out, and make mutants"
-	@echo "make mutants      shows that the fast tests catch two dozen mistakes"
+	@echo "make mutants      shows that the fast tests catch ten mistakes, one for each invariant"
 	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (3.5 GB, made by make vllm-env)"
 	@echo "make test-llamacpp  the tests with a real llama-server, in $(LLAMACPP) (made by make llamacpp-env, 10 minutes)"
 	@echo "make lint         ruff and mypy"
