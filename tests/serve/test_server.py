@@ -1,6 +1,9 @@
 """`draftsmith serve` with OpenAI's client: answers equal the target's, and no request can end the server."""
 
+import base64
+import hashlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -364,3 +367,14 @@ def test_serve_command_answers_until_interrupted(recipe: Recipe, greedy: dict[st
         assert process.wait(timeout=30) == 143
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_page_runs_only_its_own_script(running: RunningServer) -> None:
+    page = running.http.get("/")
+    policy = page.headers["content-security-policy"]
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe-inline" not in policy
+    assert not re.search(r"\s(style|on\w+)=", page.text)  # which the policy would block

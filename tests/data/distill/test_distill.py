@@ -383,6 +383,22 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     assert records_and_failures(out)[1] == {}
 
 
+def test_call_without_new_answers_leaves_the_settings(source: Path, tmp_path: Path) -> None:
+    """A smaller length, refused later for a training that was started, does not shut out the original settings."""
+    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "run" / "data"
+    recipe = make_recipe(source)
+    run(recipe, out, HashEngine(tokenizer))
+    fixed = (out / "distill_settings.json").read_text()
+    shorter = recipe.model_copy(deep=True)
+    shorter.data.max_length_tokens = 300
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 0
+    assert (out / "distill_settings.json").read_text() == fixed
+    write_source(source, [*QUESTIONS, ["q9"]])
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 1  # shortened by the smaller length from now on
+    with pytest.raises(UserError, match=r"data\.max_length_tokens = 300, now it is 512"):
+        run(recipe, out, HashEngine(tokenizer))
+
+
 OUTSIDE = "<|tool|>"
 
 

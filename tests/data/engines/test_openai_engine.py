@@ -392,3 +392,11 @@ def test_closing_with_requests_in_flight_is_quick_and_quiet(
         engine.close()
     assert time.monotonic() - began < 5
     assert capsys.readouterr().err == ""
+
+
+def test_other_chat_template_of_the_server_is_reported(start_server: StartServer, start_engine: StartEngine) -> None:
+    server = start_server()
+    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "message": {"content": "x"}}]}
+    server.check_fault = Fault(body=answer)
+    with pytest.raises(UserError, match=r"another chat template than the target's: set .*api: completions"):
+        start_engine(server, api="chat")
