@@ -97,7 +97,7 @@ def compare_with_own_chain(
     committed = (result.tokens - len(result.answers)) / counts.drafts
     ruled_out = {
         "layer ids": set(drafter.feature_layers) == {FINAL_FEATURES},
-        "vocabulary map": drafter.vocab.ids is None,
+        "vocabulary map": drafter.draft_ids is None,
     }
     return Agreement(
         depth=depth,

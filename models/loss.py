@@ -1,4 +1,4 @@
-"""The losses of the field, by the names that a recipe gives them.
+"""The losses of the field, by the names that a recipe gives them, through an LM head.
 
 p = target (the teacher), q = drafter. alpha = sum_v min(p_v, q_v) = 1 - TV(p, q) is the probability that a token which
 was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2).
@@ -18,27 +18,16 @@ counts. EAGLE-3's authors leave out the rows whose most likely token under the t
 eagle/traineagle3/cnets.py, and SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all
 tokens, prompts included; we by the labelled rows. A label outside V' has no `ce`.
 
-`head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
-its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
-share of the head's gradient; then they are dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
-`torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.)
+`head_loss` computes them in chunks of rows, so that no [M, V] tensor exists: autograd runs for each chunk at once, and
+only the gradients of the rows and of the head are kept for the backward. (As Liger's fused linear cross entropy does,
+arXiv 2410.10989; `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.) A chunk is as
+large as its product wants it, and its softmaxes are computed by blocks, which fit into a CPU's cache.
 
-The gradient of a trained head is computed in the forward and passed on unchanged by the backward, so that it is in
-memory once. If it is large and would be added to an earlier micro-batch's, the backward computes it instead: one more
-product, which saves as many bytes as the head has in fp32, for each of Medusa's heads.
-
-If a target scales or caps its logits (`models/target_logits.py`), the product is scaled and capped in place before
-anything is added. A low-rank term is a second product into the same chunk, also without an [N, V] tensor.
-
-Rows of several depths predict the same token and have the same teacher. On a CPU such rows are processed together, with
-one row of the teacher's product for all of them; on other devices every chunk would have to wait for their number.
-
-Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, P tokens, G depths,
-B batch, S sequence, r rank.
+Shapes: M rows (labelled positions), m of a block, D hidden, V the head's vocabulary, T the teacher's vocabulary, P
+tokens, G depths, B batch, S sequence, r rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,9 +38,11 @@ from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 CHUNK_ELEMENTS = 1 << 22
-# Logits in a chunk on a CPU, so that they stay in its cache.
-BLOCK_ELEMENTS = 1 << 19
-# Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
+MOST_ROWS = 512  # of a chunk, if its product needs no more
+# Logits of a block on a CPU, so that they stay in its cache, and on other devices.
+BLOCK_ELEMENTS = 1 << 18
+DEVICE_BLOCK_ELEMENTS = 1 << 25
+# Rows of a chunk on any device but a CPU, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
@@ -74,22 +65,23 @@ class DrafterOutput(NamedTuple):
         return torch.stack([part.detach().double() for part in sums])
 
 
-# ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
+# ---- losses of rows: (log q [m, V], labels [m], log p [m, V] or None) -> [m] ----
 
 
-def ce(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+def ce(log_q: Tensor, labels: Tensor, log_p: Tensor | None = None) -> Tensor:
     """Compute -log q(label)."""
-    return -_log_softmax(logits).gather(1, labels.unsqueeze(1)).squeeze(1)
+    return F.nll_loss(log_q, labels, reduction="none")
 
 
-def kl(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
+def kl(log_q: Tensor, labels: Tensor, log_p: Tensor) -> Tensor:
     """Compute KL(p || q)."""
-    return _kl(_log_softmax(teacher_logits), _log_softmax(logits))
+    p = log_p.exp()
+    return torch.linalg.vecdot(p, log_p) - torch.linalg.vecdot(p, log_q)
 
 
-def tv(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Compute the total variation, 1 - alpha."""
-    return _tv(_log_softmax(teacher_logits), _log_softmax(logits))
+def tv(log_q: Tensor, labels: Tensor, log_p: Tensor) -> Tensor:
+    """Compute the total variation, 1 - alpha: exactly zero at p = q, where 1 - sum(min) has a rounding error."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
 def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
@@ -114,134 +106,19 @@ def has_teacher(loss: str | LossWeights) -> bool:
     return not LABEL_LOSSES.issuperset(loss_weights(loss))
 
 
-# Weights of the losses of N rows with a reduced vocabulary: [N] those of labels, 0 where the head has not the label;
-# those with a teacher, None for 1.
-Factors = tuple[Tensor, None]
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Return True if waiting for a number of the tensor costs nothing."""
+    return tensor.device.type == "cpu"
 
 
-def row_losses(
-    loss: LossWeights,
-    logits: Tensor,
-    labels: Tensor,
-    teacher_logits: Tensor | None = None,
-    factors: Factors | None = None,
-) -> Tensor:
-    """Return the weighted sum of the losses of rows [N], each loss times its own factor of the row."""
-    terms = []
-    for name, weight in loss.items():
-        losses, factor = LOSSES[name](logits, labels, teacher_logits), None
-        if factors is not None:
-            factor = factors[has_teacher(name)]
-        terms.append(weight * (losses if factor is None else losses * factor))
-    return torch.stack(terms).sum(0)
-
-
-# ---- losses of rows with their gradients, which take the place of the logits ----
-
-
-def losses_in_place(
-    loss: LossWeights,
-    logits: Tensor,
-    labels: Tensor,
-    teacher_logits: Tensor | None,
-    factors: Factors | None,
-    results: Sequence[Tensor],
-    wants_grad: bool,
-) -> None:
-    """Write losses, hits (label is argmax) and cross entropies [n] to `results`; the gradient replaces the logits.
-
-    A fourth tensor in `results` gets alpha [n]; it needs a teacher.
-    """
-    losses, correct, cross_entropy, *overlap = results
-    is_ce = loss == {"ce": 1.0} and factors is None
-    is_bf16_on_cpu = _is_on_cpu(logits) and logits.dtype == torch.bfloat16
-    if is_ce and wants_grad and not overlap and is_bf16_on_cpu and has_kernels():
-        # In one pass over each row, which stays in the processor's first cache.
-        torch.ops.draftsmith.cross_entropy(logits, labels, losses, correct)
-        cross_entropy.copy_(losses)
-        return
-    correct.copy_(_is_argmax(logits, labels))
-    if loss == {"kl": 1.0} and teacher_logits is not None and factors is None:
-        _divergence(logits, labels, teacher_logits, [losses, cross_entropy, *overlap], wants_grad)
-        return
-    if overlap and teacher_logits is not None:
-        log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
-        overlap[0].copy_(torch.minimum(log_p, log_q).exp_().sum(-1))
-    if is_ce:
-        _cross_entropy(logits, labels, losses, wants_grad)
-        cross_entropy.copy_(losses)
-    else:
-        cross_entropy.copy_(ce(logits, labels))
-        _any_loss(loss, logits, labels, teacher_logits, factors, losses, wants_grad)
-
-
-def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [N] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
-    if not _is_on_cpu(logits):  # where choosing rows would wait for the device
+def is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return [m] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
+    if not is_on_cpu(logits):  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
     may_be = correct.nonzero().squeeze(1)
     correct[may_be] = logits[may_be].argmax(-1) == labels[may_be]
     return correct
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: bool) -> None:
-    """Compute losses, and in place of the logits d loss / d logits = softmax - one-hot."""
-    columns, log_q = labels.unsqueeze(1), logits.log_softmax(-1, dtype=losses.dtype)
-    losses.copy_(log_q.gather(1, columns).squeeze(1)).neg_()
-    if wants_grad:
-        logits.copy_(log_q.exp_().scatter_add_(1, columns, log_q.new_full(columns.shape, -1.0)))
-
-
-def _divergence(
-    logits: Tensor, labels: Tensor, teacher_logits: Tensor, results: Sequence[Tensor], wants_grad: bool
-) -> None:
-    """Compute KL(p || q), the cross entropy and, if needed, alpha; the gradient q - p replaces the logits."""
-    losses, cross_entropy, *overlap = results
-    log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
-    cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
-    p = log_p.exp()
-    losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))
-    q = log_q.exp_()
-    if overlap:
-        overlap[0].copy_(torch.minimum(p, q).sum(-1))
-    if wants_grad:
-        logits.copy_(q.sub_(p))
-
-
-def _any_loss(
-    loss: LossWeights,
-    logits: Tensor,
-    labels: Tensor,
-    teacher_logits: Tensor | None,
-    factors: Factors | None,
-    losses: Tensor,
-    wants_grad: bool,
-) -> None:
-    """Compute any row loss, and in place of the logits d loss / d logits."""
-    precise_logits = logits.to(losses.dtype)
-    if not wants_grad:
-        losses.copy_(row_losses(loss, precise_logits, labels, teacher_logits, factors))
-        return
-    with torch.enable_grad():
-        precise_logits = precise_logits.detach().requires_grad_()
-        precise_losses = row_losses(loss, precise_logits, labels, teacher_logits, factors)
-        (grad,) = torch.autograd.grad(precise_losses.sum(), precise_logits)
-    losses.copy_(precise_losses.detach())
-    logits.copy_(grad)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # Exactly zero at p = q, where 1 - sum(min) is left with a rounding error.
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype))
 
 
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -263,97 +140,320 @@ def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """The target's final features and LM head, which give p for N rows."""
+    """The target's final features and LM head, which give p for all rows."""
 
     features_pd: Tensor  # [P, D] of all tokens
-    token_n: Tensor  # [N] the token whose features predict a row's label
-    head: nn.Linear | None = None  # [T, D]; None for the head that is trained through
+    head: nn.Linear  # [T, D]
     columns_v: Tensor | None = None  # [V] a reduced head's tokens among the T: p is the softmax over those alone
-    shape: LogitShape | None = None  # from its product to logits; None: as the other head's
+    shape: LogitShape = PLAIN  # from its product to logits
+
+
+class HeadRows(NamedTuple):
+    """Labelled rows that read one LM head; a row whose depth is smaller comes before the deeper ones of its group."""
+
+    label_m: Tensor  # columns of the logits; below 0 where the head does not have the label
+    weight_m: Tensor  # of the losses
+    before_m: Tensor  # place among the P tokens of the token before the label, whose feature predicts it
+    group_m: Tensor  # number of the group
+    depth_m: Tensor  # from 0
+    token_m: Tensor  # the token before the label
+    every_weight_m: Tensor  # `weight_m` as if the head had all labels
+
+    @classmethod
+    def flat(cls, label_m: Tensor, weight_m: Tensor, before_m: Tensor) -> "HeadRows":
+        """Return rows whose groups have one depth, without auxiliary losses."""
+        depth_m = before_m.new_zeros(()).expand_as(before_m)
+        return cls(label_m, weight_m, before_m, before_m, depth_m, before_m, weight_m)
+
+    def at(self, rows: slice | Tensor) -> "HeadRows":
+        """Return some of the rows."""
+        return HeadRows(*(field[rows] for field in self))
+
+
+class HeadBlock(NamedTuple):
+    """Rows of a block, as an auxiliary loss reads them; the gradients of the first three reach the drafter."""
+
+    hidden_md: Tensor  # inputs of the LM head
+    previous_mr: Tensor | None  # see `head_loss`
+    logits_mv: Tensor
+    log_q_mv: Tensor
+    log_p_mv: Tensor | None
+    rows: HeadRows
+
+
+class AuxiliaryLoss(NamedTuple):
+    """A loss that a kind adds to the loss of an LM head's rows."""
+
+    losses_m: Tensor
+    weights_m: Tensor
+    is_correct_m: Tensor | None = None  # bool, the label is drafted; None: the label is the head's argmax
 
 
 class HeadLoss(NamedTuple):
-    """Losses of N rows through a head. Only `loss` carries a gradient; without weights only `losses_n` does."""
+    """Losses of M rows through a head; only `loss` has a gradient."""
 
     loss: Tensor  # [] weighted sum
-    losses_n: Tensor  # [N] of the chosen loss
-    correct_n: Tensor  # [N] bool: the label is the argmax
-    cross_entropy_n: Tensor  # [N] in nats, whatever the loss; 0 where the head has not the label
-    acceptance_n: Tensor | None = None  # [N] alpha, on request
+    cross_entropy_m: Tensor  # in nats, whatever the loss; inf where the head does not have the label
+    correct_m: Tensor  # bool: the label is drafted
 
 
 def head_loss(
-    hidden_nd: Tensor,
     head: nn.Module,
-    labels_n: Tensor,
-    weights_n: Tensor | None,
+    hidden_md: Tensor,
+    rows: HeadRows,
     loss: str | LossWeights = "ce",
     teacher: Teacher | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
     shape: LogitShape = PLAIN,
-    is_reduced: bool = False,
-    needs_acceptance: bool = False,
+    auxiliary: Callable[[HeadBlock], AuxiliaryLoss | None] | None = None,
+    parameters: Sequence[Tensor] = (),
+    wrong_pg: Tensor | None = None,
 ) -> HeadLoss:
-    """Sum a weighted row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
+    """Sum the weighted losses of rows through an LM head; the gradient reaches rows, head and further parameters.
 
-    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on). In
-    fp16 the row weights meet the gradient only where the loss scale does, so that neither rounds it to zero.
+    Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on).
 
     Args:
-        hidden_nd: [N, D].
         head: A linear layer [V, D] whose bias, if any, is frozen.
-        labels_n: [N] rows of the head.
-        weights_n: [N] weight of each row in the sum. None: the caller sums `losses_n` itself, once it knows the
-            weights. The gradient of a head that is trained then takes a product more.
+        hidden_md: Its inputs [M, D].
+        rows: In fp16 the weights should be about 1, and the sum be divided after: the gradient of logits is in fp16.
         loss: A key of `LOSSES`, or weights of several.
-        teacher: For losses with a teacher (`has_teacher`), and for `needs_acceptance`.
-        low_rank: [N, r] and [V, r], whose product is added to the logits; gradients reach both.
+        teacher: For losses with a teacher (`has_teacher`), and for auxiliary losses that read it.
+        low_rank: [M, r] and [V, r], whose product is added to the logits.
         shape: Applied to the head's product before `low_rank` is added.
-        is_reduced: Whether the head may not have a label, which is below 0 then.
-        needs_acceptance: Return every row's alpha too, whatever the loss.
+        auxiliary: Adds a loss to that of a block's rows.
+        parameters: Trained parameters that only `auxiliary` reads.
+        wrong_pg: Bool [P, G], set where a row is wrong; a row after a wrong one of its group has no loss
+            (accept-until-fail training, 2607.01893). None: all rows have.
+
+    Raises:
+        ValueError: The head is no linear layer or has a trained bias, or a loss has no teacher.
     """
-    head, loss, is_summed = _linear(head), loss_weights(loss), weights_n is not None
-    if weights_n is None:
-        weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(hidden_nd.dtype))
-    order_n = common_n = known_n = factors = None
-    if is_reduced:
-        known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
-        labels_n, factors = labels_n.clamp(min=0), (known_n, None)
-    if factors is not None and len({has_teacher(name) for name in loss}) == 1:
-        # If all losses share one factor, multiply the rows by it, and no tensor of [N, V].
-        common_n, factors = factors[has_teacher(loss)], None
-        weights_n = weights_n if common_n is None else weights_n * common_n
-    if has_teacher(loss) or needs_acceptance:
-        if teacher is None:
-            raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
-        teacher = teacher._replace(features_pd=teacher.features_pd.detach(), head=_linear(teacher.head or head))
-        if _is_on_cpu(hidden_nd):  # so that rows of the same token are neighbours
-            order_n = teacher.token_n.argsort()
-            teacher = teacher._replace(token_n=teacher.token_n[order_n])
-    else:
-        teacher = None
-    products: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
-    if order_n is not None:
-        products[::2] = [rows.index_select(0, order_n) for rows in products[::2]]
-        labels_n, weights_n, factors = labels_n[order_n], weights_n[order_n], _factors_of(factors, order_n)
-    detached = [factor.detach() for factor in products]
-    terms, dtype = list(zip(detached[::2], detached[1::2], strict=True)), _product_dtype(head.weight)
-    with torch.autocast(hidden_nd.device.type, enabled=False):
-        rows = _Rows(terms, head.bias, labels_n, weights_n, loss, factors, shape, teacher, needs_acceptance, dtype)
-        loss_sum, *results = _HeadLoss.apply(rows, is_summed, *(products if torch.is_grad_enabled() else detached))
-    if order_n is not None:
-        back_n = order_n.argsort()
-        results = [None if part is None else part.index_select(0, back_n) for part in results]
-    losses_n, correct_n, cross_entropy_n, acceptance_n = results
-    losses_n = losses_n if common_n is None else losses_n * common_n
-    if known_n is not None:
-        correct_n, cross_entropy_n = correct_n & (known_n > 0), cross_entropy_n * known_n
-    return HeadLoss(loss_sum, losses_n, correct_n, cross_entropy_n, acceptance_n)
+    linear, loss = _linear(head), loss_weights(loss)
+    if has_teacher(loss) and teacher is None:
+        raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass it")
+    inputs, weights = [hidden_md], [linear.weight]
+    if low_rank is not None:
+        inputs, weights = [hidden_md, low_rank[0]], [linear.weight, low_rank[1]]
+    order_m = None
+    if teacher is not None and is_on_cpu(hidden_md):  # so that rows of the same token are neighbours
+        order_m = rows.before_m.argsort(stable=True)
+        inputs, rows = [rows_mx.index_select(0, order_m) for rows_mx in inputs], rows.at(order_m)
+    sums = _HeadSums(linear, rows, loss, teacher, shape, auxiliary, wrong_pg, len(inputs), bool(parameters))
+    with torch.autocast(hidden_md.device.type, enabled=False):
+        total = _SumOfChunks.apply(sums, *inputs, *weights, *parameters)
+    nats_m, correct_m = sums.nats_m.masked_fill_(rows.label_m < 0, float("inf")), sums.correct_m
+    if order_m is not None:
+        back_m = order_m.argsort()
+        nats_m, correct_m = nats_m[back_m], correct_m[back_m]
+    return HeadLoss(total, nats_m, correct_m)
 
 
-def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None:
-    """Return the factors of some rows."""
-    return None if factors is None else (factors[0][rows], None)
+class _HeadSums:
+    """The losses of an LM head's rows, for `_SumOfChunks`: logits of a chunk, then the loss of each of its blocks.
+
+    Arguments are those of `head_loss`; `num_inputs` tensors have a row for each of the M rows.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        rows: HeadRows,
+        loss: LossWeights,
+        teacher: Teacher | None,
+        shape: LogitShape,
+        auxiliary: Callable[[HeadBlock], AuxiliaryLoss | None] | None,
+        wrong_pg: Tensor | None,
+        num_inputs: int,
+        has_parameters: bool,
+    ) -> None:
+        self.rows, self.loss, self.teacher, self.shape, self.auxiliary = rows, loss, teacher, shape, auxiliary
+        self.wrong_pg, self.num_inputs, self.dtype = wrong_pg, num_inputs, product_dtype(linear.weight)
+        device, num_rows = linear.weight.device, len(rows.label_m)
+        self._is_on_cpu, self._known_m, self._label_m = (
+            is_on_cpu(linear.weight),
+            rows.label_m >= 0,
+            rows.label_m.clamp(min=0),
+        )
+        if wrong_pg is not None:
+            self._is_earlier_mg = torch.arange(wrong_pg.shape[1], device=device) < rows.depth_m[:, None]
+        self._bias_v = None if linear.bias is None else linear.bias.detach().to(self.dtype)
+        self.nats_m = torch.empty(num_rows, dtype=softmax_dtype(self.dtype), device=device)
+        self.correct_m = torch.empty_like(self.nats_m, dtype=torch.bool)
+        vocabulary, hidden_size = linear.weight.shape
+        chunk = chunk_rows(vocabulary, hidden_size, linear.weight.requires_grad, device.type)
+        self.chunks = [slice(begin, min(begin + chunk, num_rows)) for begin in range(0, num_rows, chunk)]
+        # The gradients of further parameters are as large as the vocabulary, so there is one for a chunk.
+        self.block_rows = chunk
+        if not (self._is_on_cpu and has_parameters):
+            self.block_rows = max(1, (BLOCK_ELEMENTS if self._is_on_cpu else DEVICE_BLOCK_ELEMENTS) // vocabulary)
+        if teacher is not None:
+            # The columns once, rather than products with the whole vocabulary in every chunk.
+            columns = slice(None) if teacher.columns_v is None else teacher.columns_v
+            self._teacher_vd, bias_v = teacher.head.weight.detach()[columns].to(self.dtype), teacher.head.bias
+            self._teacher_bias_v = None if bias_v is None else bias_v.detach()[columns].to(self.dtype)
+
+    def logits(self, chunk: slice, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Return the logits of a chunk, and note the teacher's."""
+        logits = self.shape(F.linear(inputs[0].to(self.dtype), weights[0], self._bias_v))
+        if len(inputs) > 1:
+            logits = logits + F.linear(inputs[1].to(self.dtype), weights[1])
+        if self.teacher is not None:
+            token_c, self._place_c = self.rows.before_m[chunk], None
+            if self._is_on_cpu:  # neighbours that read the same features are computed once
+                token_c, self._place_c = token_c.unique_consecutive(return_inverse=True)
+            features = self.teacher.features_pd.detach().index_select(0, token_c).to(self.dtype)
+            with torch.no_grad():
+                self._teacher_logits = self.teacher.shape(F.linear(features, self._teacher_vd, self._teacher_bias_v))
+        return logits
+
+    def block_loss(self, chunk: slice, block: slice, logits: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a block of rows of the chunk, and note which are right."""
+        known_m, label_m, weight_m, log_p = self._known_m[block], self._label_m[block], self.rows.weight_m[block], None
+        log_q = logits.log_softmax(-1, dtype=self.nats_m.dtype)
+        if self.teacher is not None:
+            place: slice | Tensor = slice(block.start - chunk.start, block.stop - chunk.start)
+            place = place if self._place_c is None else self._place_c[place]
+            log_p = self._teacher_logits[place].log_softmax(-1, dtype=self.nats_m.dtype)
+        correct_m, losses = is_argmax(logits.detach(), label_m) & known_m, list[Tensor]()
+        for name, weight in self.loss.items():
+            counted_m = weight_m * known_m if name in LABEL_LOSSES else weight_m
+            losses.append(weight * counted_m * LOSSES[name](log_q, label_m, log_p))
+        if self.auxiliary is not None:
+            previous_mr = inputs[1] if len(inputs) > 1 else None
+            rows = HeadBlock(inputs[0], previous_mr, logits, log_q, log_p, self.rows.at(block))
+            auxiliary = self.auxiliary(rows)
+            if auxiliary is not None:
+                losses.append(auxiliary.losses_m * auxiliary.weights_m)
+                correct_m = correct_m if auxiliary.is_correct_m is None else auxiliary.is_correct_m
+        reached = self._note(block, ce(log_q.detach(), label_m), correct_m)
+        total_m = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+        return total_m.sum() if reached is None else (total_m * reached).sum()
+
+    def has_one_pass(self, logits: Tensor) -> bool:
+        """Return True if `loss_in_place` computes the loss: cross entropy of bf16 on a CPU."""
+        is_ce = self.loss.keys() == {"ce"} and self.auxiliary is None
+        return is_ce and self._is_on_cpu and logits.dtype == torch.bfloat16 and has_kernels()
+
+    def loss_in_place(self, block: slice, logits: Tensor) -> Tensor:
+        """Return the loss of a block of rows, and replace the logits by their gradient, in one pass over each row."""
+        known_m, nats_m = self._known_m[block], torch.empty_like(self.nats_m[block])
+        correct_m = torch.empty_like(known_m)
+        torch.ops.draftsmith.cross_entropy(logits, self._label_m[block], nats_m, correct_m)
+        reached = self._note(block, nats_m, correct_m & known_m)
+        weights_m = self.loss["ce"] * self.rows.weight_m[block] * (known_m if reached is None else known_m & reached)
+        logits.mul_(weights_m[:, None])
+        return (nats_m * weights_m).sum()
+
+    def _note(self, block: slice, nats_m: Tensor, correct_m: Tensor) -> Tensor | None:
+        """Note cross entropies and which rows are right; return False for rows after their group's first error."""
+        self.nats_m[block], self.correct_m[block] = nats_m, correct_m
+        if self.wrong_pg is None:
+            return None
+        group_m = self.rows.group_m[block]
+        self.wrong_pg[group_m, self.rows.depth_m[block]] = ~correct_m
+        return ~(self.wrong_pg[group_m] & self._is_earlier_mg[block]).any(1)
+
+
+class _SumOfChunks(torch.autograd.Function):
+    """Sum of the losses of M rows, whose gradients are computed in the forward, chunk by chunk.
+
+    The gradients of weights are in memory until the backward. A large one that would be added to that of an earlier
+    micro-batch is computed in the backward instead, by one more pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sums: _HeadSums, *tensors: Tensor) -> Tensor:
+        needed = ctx.needs_input_grad[1:]
+        at_once = [
+            needs and not _would_hold_two_large_gradients(each) for needs, each in zip(needed, tensors, strict=True)
+        ]
+        total, ctx.grads = _sum_chunks(sums, tensors, at_once)
+        ctx.later = [needs and not now for needs, now in zip(needed, at_once, strict=True)]
+        ctx.sums = sums if any(ctx.later) else None
+        ctx.save_for_backward(*tensors)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, grads = ctx.saved_tensors, ctx.grads
+        if any(ctx.later):
+            _, computed = _sum_chunks(ctx.sums, tensors, ctx.later)
+            grads = [now if later is None else later for now, later in zip(grads, computed, strict=True)]
+        ctx.grads = None
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(grad_outputs[0])
+        return None, *(None if grad is None else grad.to(each.dtype) for grad, each in zip(grads, tensors, strict=True))
+
+
+def _sum_chunks(
+    sums: _HeadSums, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the sum of the losses of all rows, and its gradients by the wanted tensors.
+
+    Tensors are the inputs [M, ...], a weight [V, ...] for each of them, and further parameters. Each chunk's graph ends
+    at its logits, where those of its blocks begin.
+    """
+    split, total, needs_grad = sums.num_inputs, sums.nats_m.new_zeros(()), any(wanted)
+    of_inputs, of_weights, of_further = (
+        [place for place in places if wanted[place]]
+        for places in (range(split), range(split, 2 * split), range(2 * split, len(tensors)))
+    )
+    grads: list[Tensor | None] = [
+        torch.zeros_like(each) if wanted[place] else None for place, each in enumerate(tensors[:split])
+    ]
+    grads += [None] * (len(tensors) - split)
+    weights = [
+        each if each.dtype == sums.dtype else each.detach().to(sums.dtype).requires_grad_(wants)
+        for each, wants in zip(tensors[split : 2 * split], wanted[split:], strict=False)
+    ]
+
+    def add(places: Sequence[int], found: Sequence[Tensor | None], rows: slice) -> None:
+        for place, grad in zip(places, found, strict=True):
+            whole = grads[place]
+            if grad is None:  # not read
+                continue
+            if place < split and whole is not None:
+                whole[rows] += grad
+            else:  # a sum over chunks, so in fp32 at least
+                grads[place] = grad.to(softmax_dtype(grad.dtype)) if whole is None else whole.add_(grad)
+
+    def pass_chunk(chunk: slice) -> None:
+        inputs = [rows[chunk].detach().requires_grad_(wanted[place]) for place, rows in enumerate(tensors[:split])]
+        with torch.set_grad_enabled(needs_grad):
+            logits = sums.logits(chunk, inputs, weights)
+        held = logits.detach()  # no operation reads the logits again: their gradient takes their place
+        in_place = sums.has_one_pass(logits)
+        for begin in range(0, len(logits), sums.block_rows):
+            block = slice(begin, min(begin + sums.block_rows, len(logits)))
+            rows = slice(chunk.start + block.start, chunk.start + block.stop)
+            if needs_grad and in_place:
+                total.add_(sums.loss_in_place(rows, held[block]))
+                continue
+            read = [each[block].detach().requires_grad_(needs_grad) for each in inputs] if sums.auxiliary else []
+            leaf = held[block].requires_grad_(needs_grad)
+            with torch.set_grad_enabled(needs_grad):
+                loss = sums.block_loss(chunk, rows, leaf, read)
+            total.add_(loss.detach())
+            if needs_grad:
+                places = [*of_inputs, *of_further] if sums.auxiliary else []
+                sources = [read[place] if place < split else tensors[place] for place in places]
+                held[block], *found = torch.autograd.grad(loss, [leaf, *sources], allow_unused=True)
+                add(places, found, rows)
+        if needs_grad:
+            sources = [*(inputs[place] for place in of_inputs), *(weights[place - split] for place in of_weights)]
+            add([*of_inputs, *of_weights], torch.autograd.grad(logits, sources, held) if sources else [], chunk)
+
+    for chunk in sums.chunks:
+        pass_chunk(chunk)
+    return total, grads
+
+
+def _would_hold_two_large_gradients(weight: Tensor) -> bool:
+    """Return True if the weight is large and already holds the gradient of an earlier micro-batch."""
+    is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
+    return is_large and weight.is_leaf and weight.grad is not None
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
@@ -363,203 +463,12 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
     would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
     of its gradient, a much larger cost. On devices other than a CPU DEVICE_ROWS at least.
     """
-    rows = max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // (2 if head_is_trained else 16))
+    filling = min(MOST_ROWS, CHUNK_ELEMENTS // vocabulary)
+    rows = max(1, filling, hidden_size // (2 if head_is_trained else 16))
     return rows if device_type == "cpu" else max(rows, DEVICE_ROWS)
 
 
-@dataclass
-class _Rows:
-    """Inputs of an LM head for N rows, which pass through it in chunks."""
-
-    # Products that add up to the logits, of rows [N, D] and a weight [V, D]: first the head's, with bias and shape.
-    terms: list[tuple[Tensor, Tensor]]
-    bias_v: Tensor | None
-    labels_n: Tensor
-    weights_n: Tensor
-    loss: LossWeights
-    factors: Factors | None
-    shape: LogitShape
-    teacher: Teacher | None
-    needs_acceptance: bool
-    dtype: torch.dtype  # of the products
-
-    def __post_init__(self) -> None:
-        self._teacher_vd = self._teacher_bias_v = None
-        if self.teacher is not None and self.teacher.head is not None:
-            # The columns once, rather than products with the whole vocabulary in every chunk.
-            head, columns = self.teacher.head, slice(None) if self.teacher.columns_v is None else self.teacher.columns_v
-            dtype = _product_dtype(head.weight)
-            self._teacher_vd = head.weight.detach()[columns].to(dtype)
-            self._teacher_bias_v = None if head.bias is None else head.bias[columns].to(dtype)
-
-    def _teacher_logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Write the teacher's logits of these rows into `out_cv`.
-
-        On a CPU neighbours that read the same features [P, D] are computed once; the second result then maps each row
-        to its logits, and is None elsewhere.
-        """
-        assert self.teacher is not None
-        assert self._teacher_vd is not None
-        token_c, place_c = self.teacher.token_n[rows], None
-        if _is_on_cpu(self.labels_n):
-            token_c, place_c = token_c.unique_consecutive(return_inverse=True)
-        logits = out_cv[: len(token_c)]
-        hidden = self.teacher.features_pd.index_select(0, token_c).to(logits.dtype)
-        _product(hidden, self._teacher_vd, self._teacher_bias_v, logits)
-        shape = self.shape if self.teacher.shape is None else self.teacher.shape
-        return shape.apply_(logits), place_c
-
-    @property
-    def unit(self) -> Tensor:
-        """Return the scalar to divide the rows' weights by: fp16 would round the small weights to zero."""
-        if self.dtype != torch.float16:
-            return self.weights_n.new_ones(())
-        mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
-        return mean.clamp(min=torch.finfo(torch.float32).tiny)
-
-    def take(
-        self, needs_grad: Sequence[tuple[bool, bool]]
-    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-        """Compute losses and gradients of all rows, chunk by chunk.
-
-        Args:
-            needs_grad: For each term whether gradients of its rows and of its weight are needed.
-
-        Returns:
-            `losses_in_place`'s results [N]; of each term the gradients [N, D] of the unweighted losses by its rows, and
-            of the weighted sum by its weight.
-        """
-        hidden_nd, weight_vd = self.terms[0]
-        # Of the unweighted losses: a weight is 1 / N or less, and with it fp16 needs the loss scale of the backward.
-        row_grads = [
-            torch.empty_like(rows_nd, dtype=self.dtype) if of_rows else None
-            for (rows_nd, _), (of_rows, _) in zip(self.terms, needs_grad, strict=True)
-        ]
-        # A sum over chunks, so in fp32 at least.
-        weight_grads = [
-            torch.zeros_like(weight, dtype=softmax_dtype(weight.dtype)) if of_weight else None
-            for (_, weight), (_, of_weight) in zip(self.terms, needs_grad, strict=True)
-        ]
-        weights_n = self.weights_n / self.unit
-        losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
-        results = [losses_n, torch.empty_like(losses_n, dtype=torch.bool), torch.empty_like(losses_n)]
-        results += [torch.empty_like(losses_n)] if self.needs_acceptance else []
-        head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
-        weights = [weight.to(self.dtype) for _, weight in self.terms]
-        vocabulary, hidden_size = weight_vd.shape
-        chunk = chunk_rows(vocabulary, hidden_size, needs_grad[0][1], hidden_nd.device.type)
-        chunk = min(chunk, max(1, len(self.labels_n)))
-        logits_cv = weights[0].new_empty(chunk, vocabulary)
-        teacher_cv = None if self._teacher_vd is None else self._teacher_vd.new_empty(chunk, vocabulary)
-        block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if _is_on_cpu(hidden_nd) else chunk
-        for begin in range(0, len(self.labels_n), chunk):
-            rows = slice(begin, min(begin + chunk, len(self.labels_n)))
-            size = rows.stop - begin
-            logits, inputs = logits_cv[:size], [rows_nd[rows].to(self.dtype) for rows_nd, _ in self.terms]
-            _product(inputs[0], weights[0], head_bias_v, logits)
-            slope = self.shape.slope(self.shape.apply_(logits))
-            for part, weight in zip(inputs[1:], weights[1:], strict=True):
-                _product(part, weight, logits, logits)
-            teacher_logits = place_c = None
-            if teacher_cv is not None:
-                teacher_logits, place_c = self._teacher_logits(rows, teacher_cv)
-            labels, of_chunk, factors = self.labels_n[rows], [part[rows] for part in results], self.factors
-            for first in range(0, size, block_rows):
-                block = slice(first, first + block_rows)
-                of_block = (
-                    None if teacher_logits is None else teacher_logits[block if place_c is None else place_c[block]]
-                )
-                losses_in_place(
-                    self.loss,
-                    logits[block],
-                    labels[block],
-                    of_block,
-                    _factors_of(_factors_of(factors, rows), block),
-                    [part[block] for part in of_chunk],
-                    any(map(any, needs_grad)),
-                )
-            # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
-            # The head's comes last: only what is before its shape has that slope.
-            terms = [*zip(inputs, weights, row_grads, weight_grads, strict=True)]
-            for place, (part, weight, grad_nd, grad_vd) in reversed([*enumerate(terms)]):
-                if place == 0 and not self.shape.is_plain:
-                    logits.mul_(slope)
-                if grad_nd is not None:
-                    torch.mm(logits, weight, out=grad_nd[rows])
-                if grad_vd is not None:
-                    _add_product(grad_vd, logits, (part * weights_n[rows, None]).to(self.dtype))
-        return results, row_grads, weight_grads
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: _Rows, is_summed: bool, *factors: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute loss and gradients; factors: rows and weight of each term, with their gradients."""
-        needed, weights_n, ctx.summed = ctx.needs_input_grad[2:], rows.weights_n, is_summed
-        keeps = [
-            needs and ctx.summed and not _would_hold_two_large_gradients(weight)
-            for needs, weight in zip(needed[1::2], factors[1::2], strict=True)
-        ]
-        (losses_n, *others), row_grads, ctx.weight_grads = rows.take(list(zip(needed[::2], keeps, strict=True)))
-        ctx.save_for_backward(weights_n, *row_grads)
-        ctx.rows = rows if any(needed[1::2]) else None
-        ctx.needed, ctx.dtypes = needed, [factor.dtype for factor in factors]
-        loss_sum = (losses_n * weights_n).sum()
-        ctx.mark_non_differentiable(losses_n if ctx.summed else loss_sum, *others)
-        return loss_sum, losses_n, *others, *([] if rows.needs_acceptance else [None])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grad_outputs[0]
-        weights_n, *row_grads = ctx.saved_tensors
-        if not ctx.summed:
-            weights_n, scale = grad_outputs[1], torch.ones_like(scale)
-            if ctx.rows is not None:
-                ctx.rows.weights_n = weights_n
-        weight_grads = ctx.weight_grads
-        ctx.weight_grads = [None] * len(row_grads)  # a second backward computes them again
-        missing = [needs and grad is None for needs, grad in zip(ctx.needed[1::2], weight_grads, strict=True)]
-        if any(missing):
-            _, _, computed = ctx.rows.take([(False, needs) for needs in missing])
-            weight_grads = [again if grad is None else grad for grad, again in zip(weight_grads, computed, strict=True)]
-        grads: list[Tensor | None] = []
-        for place, (grad_nd, grad_vd) in enumerate(zip(row_grads, weight_grads, strict=True)):
-            if grad_nd is not None:
-                scaled_nd = torch.empty_like(grad_nd, dtype=ctx.dtypes[2 * place])
-                grad_nd = torch.mul(grad_nd, weights_n[:, None] * scale, out=scaled_nd)
-            if grad_vd is not None:
-                grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[2 * place + 1])
-            grads += [grad_nd, grad_vd]
-        return None, None, *grads
-
-
-def _would_hold_two_large_gradients(weight: Tensor) -> bool:
-    """Return True if the weight is large and already holds the gradient of an earlier micro-batch."""
-    is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
-    return is_large and weight.is_leaf and weight.grad is not None
-
-
-def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tensor) -> None:
-    """Compute hidden W^T + `added`, [V] or `out` itself, into `out`."""
-    if added is None:
-        torch.mm(hidden, weight_vd.t(), out=out)
-    else:
-        torch.addmm(added, hidden, weight_vd.t(), out=out)
-
-
-def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
-    """Add logits^T rows to the total."""
-    if total_vd.dtype == logits.dtype:
-        torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no second tensor of the head's size
-    else:
-        total_vd += logits.t() @ rows
-
-
-def _is_on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _product_dtype(weight: Tensor) -> torch.dtype:
+def product_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of products with this weight: autocast's for fp32 weights, if it is on."""
     device = weight.device.type
     under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32

@@ -29,16 +29,6 @@ class LogitShape:
         scaled = product if self.scale == 1.0 else product * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
-    def apply_(self, product: Tensor) -> Tensor:
-        """Replace a head's product by the logits."""
-        if self.scale != 1.0:
-            product.mul_(self.scale)
-        return product if self.cap is None else product.div_(self.cap).tanh_().mul_(self.cap)
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Return d logits / d product, from the logits: a number, or a tensor of their shape where there is a cap."""
-        return self.scale if self.cap is None else (1.0 - (logits / self.cap).square_()).mul_(self.scale)
-
     def __str__(self) -> str:
         parts = [] if self.scale == 1.0 else [f"scaled by {self.scale:g}"]
         parts += [] if self.cap is None else [f"capped at {self.cap:g}"]

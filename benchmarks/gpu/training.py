@@ -21,7 +21,7 @@ from transformers import LlamaModel, PreTrainedModel
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
-from draftsmith.models.loss import head_loss
+from draftsmith.models.loss import HeadRows, head_loss
 from draftsmith.models.target.features import target_features
 from gpu.step import Step, run_step
 
@@ -106,11 +106,11 @@ def chunked_loss(target: PreTrainedModel, rows: int, half: Callable[[], Any]) ->
     device = target.device
     hidden = torch.randn(rows, target.config.hidden_size, device=device).requires_grad_()
     labels = torch.randint(3, target.config.vocab_size, (rows,), device=device)
-    weights = torch.full((rows,), 1 / rows, device=device)
+    labelled = HeadRows.flat(labels, torch.full((rows,), 1 / rows, device=device), labels)
 
     def work() -> None:
         with half():
-            loss = head_loss(hidden, target.get_output_embeddings(), labels, weights).loss
+            loss = head_loss(target.get_output_embeddings(), hidden, labelled).loss
         loss.backward()
         hidden.grad = None
 

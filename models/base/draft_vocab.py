@@ -20,15 +20,18 @@ Shapes: V the target's vocabulary, V' drafted tokens, D hidden, P tokens, M labe
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.layout import IGNORED_LABEL
-from draftsmith.models.loss import Teacher, has_teacher
+from draftsmith.models.loss import Teacher
+from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 ROWS_AT_ONCE = 1000
@@ -91,49 +94,84 @@ def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
     return counts_v
 
 
-class DraftVocab:
-    """A view of a drafter: the tokens that it drafts, and its LM heads [V', D].
+@dataclass
+class Attached:
+    """The target and its borrowed modules. A plain object: torch registers none of them as parts of the drafter."""
 
-    The drafter itself holds all tensors: buffers `d2t` and `t2d`, its own heads (`lm_head`, or `lm_heads` for depths
-    1, 2, ...), `markov_head`, and the rows of the target's head.
+    target: PreTrainedModel
+    embedding: nn.Module
+    lm_head: nn.Linear
+    shape: LogitShape  # scale and cap from the LM head's product to logits
+
+
+class DraftHeads(PreTrainedModel):
+    """Base of `Drafter`: what it borrows of its target, the tokens that it drafts, and its LM heads [V', D].
+
+    Its tensors are the buffers `d2t` and `t2d`, own heads (`lm_head`, or `lm_heads` for depths 1, 2, ...),
+    `markov_head`, and the rows of the target's head.
     """
 
-    def __init__(self, drafter: Any) -> None:
-        self._drafter = drafter
+    config_class = DrafterConfig
+    d2t: Tensor
+    t2d: Tensor
+    reduced_head: nn.Linear
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self._attached: Attached | None = None
+        self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
+
+    def add_draft_vocab(self, config: DrafterConfig) -> None:
+        """Add the maps of a reduced vocabulary, the lowest ids until data are counted, and the Markov head."""
+        vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
+        if drafted is not None:
+            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(vocabulary) < drafted)
+        rank = getattr(config, "markov_rank", 0)
+        self.markov_head = MarkovHead(vocabulary, drafted or vocabulary, rank) if rank else None
+
+    def get_input_embeddings(self) -> None:
+        """Return None: the embeddings are the target's, so nothing is tied, split or resized."""
+
+    def get_output_embeddings(self) -> None:
+        """Return None: no head of a drafter is tied to embeddings."""
+
+    def attach(self, target: PreTrainedModel) -> Self:
+        """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
+
+        Raises:
+            UserError: As `DrafterConfig.check_same_target`.
+        """
+        self.config.check_same_target(target)
+        head, shape = target.get_output_embeddings(), logit_shape(target)
+        self._attached = Attached(target, target.get_input_embeddings(), head, shape)
+        self.gather_head_rows()
+        return self
 
     @property
-    def is_reduced(self) -> bool:
-        """Return whether the draft vocabulary is smaller than the target's."""
-        return self._drafter.config.draft_vocab_size is not None
+    def attached(self) -> Attached:
+        """Return the target and its parts.
 
-    @property
-    def ids(self) -> Tensor | None:
-        """Return the target's token ids of the head's rows [V'], ascending; None if the head has all tokens."""
-        d2t = self._drafter.d2t if self.is_reduced else None
-        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
-
-    @property
-    def columns(self) -> TokenColumns:
-        """Return the tokens of the columns of the decoders' logits."""
-        return TokenColumns(self.ids, len(self._drafter.t2d)) if self.is_reduced else ALL_TOKENS
-
-    def widen(self, logits: Tensor) -> Tensor:
-        """Widen [..., V'] to [..., V], with -inf for tokens that are not drafted."""
-        return self.columns.widened(logits, float("-inf"))
+        Raises:
+            ValueError: The drafter has no target.
+        """
+        if self._attached is None:
+            raise ValueError("the drafter has no target: call drafter.attach(target) first")
+        return self._attached
 
     # ---- LM heads ----
 
     @property
     def own_heads(self) -> list[nn.Linear]:
         """Return the linear layers that the drafter trains itself, for depths 1, 2, ... or one for all."""
-        modules = self._drafter._modules
+        modules = self._modules
         return list(modules.get("lm_heads", [modules["lm_head"]] if "lm_head" in modules else []))
 
     @property
     def borrowed_head(self) -> nn.Linear:
         """Return the target's frozen head, or the rows of it that are drafted."""
-        is_gathered = self.is_reduced and not self.own_heads
-        return self._drafter.reduced_head if is_gathered else self._drafter.attached.lm_head
+        is_gathered = self.draft_ids is not None and not self.own_heads
+        return self.reduced_head if is_gathered else self.attached.lm_head
 
     def head(self, depth: int = 0) -> nn.Linear:
         """Return the linear layer that gives the logits of this depth, counted from 0."""
@@ -141,101 +179,102 @@ class DraftVocab:
         return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
 
     @property
-    def shape(self) -> LogitShape:
+    def logit_shape(self) -> LogitShape:
         """Return the shape of a head's logits: the target's for its head, plain for own heads."""
-        return PLAIN if self.own_heads else self._drafter.attached.shape
+        return PLAIN if self.own_heads else self.attached.shape
 
-    def logits(self, normed: Tensor, depth: int = 0) -> Tensor:
+    def head_logits(self, normed: Tensor, depth: int = 0) -> Tensor:
         """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
         linear = self.head(depth)
-        return self.shape(linear(normed.to(linear.weight.dtype)))
+        return self.logit_shape(linear(normed.to(linear.weight.dtype)))
 
-    # ---- losses ----
-
-    def columns_of(self, labels_m: Tensor) -> Tensor:
-        """Return the columns of the logits [M] for tokens [M], -100 for those that a head does not have."""
-        if not self.is_reduced:
-            return labels_m
-        t2d = self._drafter.t2d
-        return (t2d.cumsum(0) - 1).masked_fill(~t2d, IGNORED_LABEL)[labels_m]
-
-    def mask_of(self, column_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a mask [M] of the rows with loss, given `columns_of(labels)`; without teacher, those with a label."""
-        has_label_m = column_m >= 0
-        return (torch.ones_like(has_label_m) if has_teacher(self._drafter.config.loss) else has_label_m).to(dtype)
-
-    def teacher(self, features_pd: Tensor | None, token_m: Tensor) -> Teacher | None:
-        """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
-        if features_pd is None:
-            return None
+    def teacher(self, features_pd: Tensor) -> Teacher:
+        """Return the target's distribution over the drafted tokens, from the features that its head reads."""
         # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
-        attached = self._drafter.attached
-        head, columns = (attached.lm_head, self.ids) if self.own_heads else (self.borrowed_head, None)
-        return Teacher(features_pd, token_m, head, columns, attached.shape)
+        if self.own_heads:
+            return Teacher(features_pd, self.attached.lm_head, self.draft_ids, self.attached.shape)
+        return Teacher(features_pd, self.borrowed_head, None, self.attached.shape)
 
     @torch.no_grad()
     def start_own_heads(self) -> None:
         """Copy the target's rows into the drafter's own heads, scaled as the target scales their product."""
-        source, ids, scale = self._drafter.attached.lm_head.weight, self.ids, self._drafter.attached.shape.scale
+        source, ids, scale = self.attached.lm_head.weight, self.draft_ids, self.attached.shape.scale
         for head in self.own_heads:
             head.weight.copy_(source if ids is None else source[ids]).mul_(scale)
 
     @torch.no_grad()
-    def gather_rows(self) -> None:
+    def gather_head_rows(self) -> None:
         """Gather the target's rows, if the drafter reads these, for the tokens that are drafted now."""
-        if self.ids is None or self.own_heads:
+        if self.draft_ids is None or self.own_heads:
             return
-        source = self._drafter.attached.lm_head
-        ids = self.ids.to(source.weight.device)
+        source = self.attached.lm_head
+        ids = self.draft_ids.to(source.weight.device)
         head = nn.Linear(source.in_features, len(ids), bias=source.bias is not None, device="meta")
         # Buffers that are not saved: part of the model wherever it goes, but nothing to train or to store.
         for name, whole in list(source.named_parameters()):
             delattr(head, name)
             head.register_buffer(name, whole.detach()[ids], persistent=False)
-        self._drafter.reduced_head = head
+        self.reduced_head = head
 
-    # ---- which tokens ----
+    # ---- drafted tokens ----
 
-    def prepare(self, dataset: Dataset) -> None:
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Return the target's token ids of the head's rows [V'], ascending; None if the head has all tokens."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def columns(self) -> TokenColumns:
+        """Return the tokens of the columns of the decoders' logits."""
+        return ALL_TOKENS if self.draft_ids is None else TokenColumns(self.draft_ids, len(self.t2d))
+
+    def label_columns(self, labels_m: Tensor) -> Tensor:
+        """Return the columns of the logits [M] for tokens [M], -100 for those that a head does not have."""
+        if self.config.draft_vocab_size is None:
+            return labels_m
+        return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
+
+    def prepare_draft_vocab(self, dataset: Dataset) -> None:
         """Count the tokens with loss in the data, once, before the first step, and take the most frequent."""
-        if self.is_reduced:
-            self._drafter.token_counts_v = supervised_token_counts(dataset, len(self._drafter.t2d))
-            self.choose(self._drafter.token_counts_v)
+        if self.config.draft_vocab_size is not None:
+            self.token_counts_v = supervised_token_counts(dataset, len(self.t2d))
+            self.choose_draft_vocab(self.token_counts_v)
 
     @torch.no_grad()
-    def choose(self, token_counts_v: Tensor) -> None:
+    def choose_draft_vocab(self, token_counts_v: Tensor) -> None:
         """Take the most frequent tokens, the lower id among equals, and the target's rows for them."""
-        d2t, t2d = self._drafter.d2t, self._drafter.t2d
-        chosen = token_counts_v.sort(descending=True, stable=True).indices[: len(d2t)].sort().values
-        d2t.copy_(chosen - torch.arange(len(chosen)))
-        t2d.zero_()[chosen] = True
+        chosen = token_counts_v.sort(descending=True, stable=True).indices[: len(self.d2t)].sort().values
+        self.d2t.copy_(chosen - torch.arange(len(chosen)))
+        self.t2d.zero_()[chosen] = True
         self.start_own_heads()
-        self.gather_rows()
+        self.gather_head_rows()
 
-    def extend(self, t2d: Tensor) -> None:
+    def extend_draft_vocab(self, t2d: Tensor) -> None:
         """Take the tokens that were counted, and after them those of another draft vocabulary, [V] booleans."""
-        if self._drafter.token_counts_v is not None:
-            self.choose(2 * self._drafter.token_counts_v + t2d.cpu())
+        if self.token_counts_v is not None:
+            self.choose_draft_vocab(2 * self.token_counts_v + t2d.cpu())
 
     @property
-    def coverage(self) -> VocabCoverage | None:
-        """Return the share of the data that the drafter can draft; None for a full vocabulary, or before `prepare`."""
-        counts_v = self._drafter.token_counts_v
+    def vocab_coverage(self) -> VocabCoverage | None:
+        """Return the share of the data that the drafter can draft; None for a full vocabulary, or before counting."""
+        counts_v = self.token_counts_v
         if counts_v is None:
             return None
-        share = float(counts_v[self._drafter.t2d.cpu()].sum() / counts_v.sum().clamp(min=1))
-        return VocabCoverage(len(self._drafter.d2t), len(counts_v), int((counts_v > 0).sum()), share)
+        share = float(counts_v[self.t2d.cpu()].sum() / counts_v.sum().clamp(min=1))
+        return VocabCoverage(len(self.d2t), len(counts_v), int((counts_v > 0).sum()), share)
 
     @property
-    def names(self) -> set[str]:
+    def vocab_names(self) -> set[str]:
         """Return the names of the tensors that depend on the draft vocabulary: its maps, and own heads."""
-        if not self.is_reduced:
+        if self.config.draft_vocab_size is None:
             return set()
         heads = {id(head) for head in self.own_heads}
-        return {"d2t", "t2d"} | {f"{name}.weight" for name, each in self._drafter.named_modules() if id(each) in heads}
+        return {"d2t", "t2d"} | {f"{name}.weight" for name, each in self.named_modules() if id(each) in heads}
 
     @property
-    def row_names(self) -> set[str]:
+    def vocab_row_names(self) -> set[str]:
         """Return names of trained tensors with a row for each drafted token: own heads, and the Markov head's W2."""
-        markov = set() if self._drafter.markov_head is None else {"markov_head.markov_w2.weight"}
-        return markov | (self.names - {"d2t", "t2d"})
+        markov = set() if self.markov_head is None else {"markov_head.markov_w2.weight"}
+        return markov | (self.vocab_names - {"d2t", "t2d"})

@@ -10,8 +10,8 @@ Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelle
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,67 +19,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
+from draftsmith.models.base.draft_vocab import DraftHeads
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, active, depth_labels, document_starts
-from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
+from draftsmith.models.loss import (
+    AuxiliaryLoss,
+    DrafterOutput,
+    HeadBlock,
+    HeadLoss,
+    HeadRows,
+    as_tensor_like,
+    has_teacher,
+    head_loss,
+    loss_weights,
+    safe_denominator,
+)
 from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
-from draftsmith.models.target_logits import LogitShape
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
 TrainingMode = Literal["offline", "split_target", "split_weights"]
 
 
-@dataclass
-class Attached:
-    """The target and its borrowed modules. A plain object: torch registers none of them as parts of the drafter."""
-
-    target: PreTrainedModel
-    embedding: nn.Module
-    lm_head: nn.Module
-    shape: LogitShape  # scale and cap from the LM head's product to logits
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The M labelled rows that an LM head reads, and their losses through it."""
-
-    place_m: Tensor  # among the N rows
-    depth_m: Tensor
-    before_m: Tensor  # place of the token before each label, see `Groups.labels`
-    tokens_m: Tensor  # that token
-    column_m: Tensor  # the labels' columns of the logits, see `DraftVocab.columns_of`
-    mask_m: Tensor  # 1 for the rows with loss, see `DraftVocab.mask_of`
-    weights_m: Tensor  # of the rows' losses, by depth
-    linear: nn.Linear
-    normed_md: Tensor  # the head's inputs
-    result: HeadLoss
-
-
-class AuxiliaryLoss(NamedTuple):
-    """A loss that a kind adds to the loss of an LM head's M rows."""
-
-    losses_m: Tensor
-    mask_m: Tensor | None = None  # `HeadRows.mask_m` if these rows count; None if all do
-    is_correct_m: Tensor | None = None  # bool, the label is drafted; None: the label is the head's argmax
-
-
-class WithoutEmbeddings(PreTrainedModel):
-    """Model that borrows its embeddings: transformers and accelerate find none to tie, split or resize."""
-
-    def get_input_embeddings(self) -> None:
-        """Return None: the embeddings are the target's."""
-
-    def get_output_embeddings(self) -> None:
-        """Return None: no head of a drafter is tied to embeddings."""
-
-
-class Drafter(WithoutEmbeddings):
+class Drafter(DraftHeads):
     """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
 
-    config_class = DrafterConfig
     base_model_prefix = "drafter"
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
@@ -88,57 +53,23 @@ class Drafter(WithoutEmbeddings):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        self._attached: Attached | None = None
         self.training_step = 0  # optimiser steps done, which the trainer keeps up to date
         # Generator of training's random draws (noise, rows to keep); by default torch's own.
         self.generator: torch.Generator | None = None
         # The target's layers that it reads, ids of `FeatureTap`; whether a first token, without a feature, has a row.
         self.feature_layers = tuple(getattr(config, "feature_layers", None) or (FINAL_FEATURES,))
         self.reads_first_token: bool = config.first_token
-        self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
-        # Weight of the loss through LM heads, and whether the auxiliary loss reads each row's alpha.
-        self.head_weight, self.needs_acceptance = 1.0, False
+        # Weight of the loss through LM heads, relative to 1 for the auxiliary loss; the modules that only the latter
+        # trains, and whether it reads each row's acceptance rate.
+        self.head_weight, self.auxiliary_modules, self.needs_acceptance = 1.0, list[str](), False
         # Factors on the recipe's learning rate, by prefix of the parameters' names.
         self.learning_rate_factors: dict[str, float] = {}
         self.build(config)
         self.post_init()
-        vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
-        if drafted is not None:  # the lowest ids until the data are counted
-            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(vocabulary) < drafted)
-        rank = getattr(config, "markov_rank", 0)
-        self.markov_head = MarkovHead(vocabulary, drafted or vocabulary, rank) if rank else None
+        self.add_draft_vocab(config)
 
     def build(self, config: DrafterConfig) -> None:
         """Make the drafter's own parameters and modules."""
-
-    def attach(self, target: PreTrainedModel) -> Self:
-        """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
-
-        Raises:
-            UserError: As `DrafterConfig.check_same_target`.
-        """
-        self.config.check_same_target(target)
-        head, shape = target.get_output_embeddings(), logit_shape(target)
-        self._attached = Attached(target, target.get_input_embeddings(), head, shape)
-        self.vocab.gather_rows()
-        return self
-
-    @property
-    def attached(self) -> Attached:
-        """Return the target and its parts.
-
-        Raises:
-            ValueError: The drafter has no target.
-        """
-        if self._attached is None:
-            raise ValueError("the drafter has no target: call drafter.attach(target) first")
-        return self._attached
-
-    @property
-    def vocab(self) -> DraftVocab:
-        """Return the tokens that it drafts, and its LM heads."""
-        return DraftVocab(self)
 
     @property
     def kept_shares(self) -> list[float] | None:
@@ -186,7 +117,7 @@ class Drafter(WithoutEmbeddings):
         random, the expected number is used, which is known before any part is computed.
         """
         has_label_bgs = is_read_bgs = groups.labels_bgs != IGNORED_LABEL
-        if self.vocab.is_reduced and not has_teacher(self.config.loss):
+        if self.config.draft_vocab_size is not None and not has_teacher(self.config.loss):
             is_read_bgs = has_label_bgs & self.t2d[groups.labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([has_label_bgs, is_read_bgs]).sum((1, 3)).float()
         shares = self.kept_shares
@@ -227,32 +158,34 @@ class Drafter(WithoutEmbeddings):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
+        config, heads = self.config, list[tuple[HeadRows, HeadLoss]]()
+        reads_teacher = has_teacher(config.loss) or self.needs_acceptance
+        teacher = None if features_pd is None or not reads_teacher else self.teacher(features_pd)
+        loss = {name: self.head_weight * weight for name, weight in loss_weights(config.loss).items()}
         hidden_nd = self.hidden_states(groups, features)
-        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, AuxiliaryLoss | None]]()
-        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
-        until_first_error = getattr(options, "until_first_error", False)
+        # Of rows that the head reads, and of all; times `unit`, as the gradients of small weights are zero in fp16.
+        unit = safe_denominator(label_counts.max())
+        shares_g = as_tensor_like(config.options.depth_shares, hidden_nd)
+        weights_2g = unit * shares_g / safe_denominator(label_counts.to(shares_g.dtype))
+        wrong_pg = None
+        if getattr(config, "until_first_error", False):
+            wrong_pg = hidden_nd.new_zeros(input_ids.numel(), config.num_depths, dtype=torch.bool)
+        trained = [each for name in self.auxiliary_modules for each in self.get_submodule(name).parameters()]
+        auxiliary = None
+        if type(self).auxiliary_loss is not Drafter.auxiliary_loss:
+            auxiliary = partial(self.auxiliary_loss, features_pd=features_pd)
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
-            tokens_m, column_m = groups.input_ids.flatten()[before_m], vocab.columns_of(label_m)
-            mask_m = vocab.mask_of(column_m, shares_g.dtype)
-            weights_m = weigh_by_depth(shares_g, depth_m, mask_m, label_counts[1])
+            column_m, token_m = self.label_columns(label_m), groups.input_ids.flatten()[before_m]
+            every_m, read_m = (weights_g[depth_m] for weights_g in weights_2g)
+            read_m = read_m if has_teacher(config.loss) else read_m * (column_m >= 0)
+            rows = HeadRows(column_m, read_m, before_m, groups.token_n[place_m], depth_m, token_m, every_m)
+            low_rank = None if self.markov_head is None else self.markov_head.factors(token_m)
             result = head_loss(
-                normed_md,
-                linear,
-                column_m,
-                None if until_first_error else weights_m,
-                self.config.loss,
-                vocab.teacher(features_pd, before_m),
-                None if self.markov_head is None else self.markov_head.factors(tokens_m),
-                vocab.shape,
-                is_reduced=vocab.is_reduced,
-                needs_acceptance=self.needs_acceptance,
+                linear, normed_md, rows, loss, teacher, low_rank, self.logit_shape, auxiliary, trained, wrong_pg
             )
-            rows = HeadRows(
-                place_m, depth_m, before_m, tokens_m, column_m, mask_m, weights_m, linear, normed_md, result
-            )
-            heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
-        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, until_first_error)
+            heads.append((rows, result))
+        return sum_heads(groups, heads, unit)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -265,12 +198,10 @@ class Drafter(WithoutEmbeddings):
         """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
         raise NotImplementedError(f"{type(self).__name__}.head_inputs")
 
-    def auxiliary_loss(
-        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> AuxiliaryLoss | None:
-        """Return a loss that a kind adds to the loss of an LM head's rows; by default none.
+    def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss | None:
+        """Return a loss that a kind adds to that of some of an LM head's rows; by default none.
 
-        `hidden_nd` are the `hidden_states`, and `features_pd` what the target's head reads, if there is a teacher.
+        `features_pd` are what the target's head reads, if they are needed.
         """
         return None
 
@@ -288,11 +219,11 @@ class Drafter(WithoutEmbeddings):
         places, logits = list[Tensor](), list[Tensor]()
         for linear, place_m, normed_md in self.head_inputs(groups, self.hidden_states(groups, features)):
             places.append(place_m)
-            logits.append(self.vocab.shape(linear(normed_md.to(linear.weight.dtype))))
+            logits.append(self.logit_shape(linear(normed_md.to(linear.weight.dtype))))
             if self.markov_head is not None:
                 _, _, before_m = groups.labels(place_m)
                 logits[-1] = logits[-1] + self.markov_head(groups.input_ids.flatten()[before_m]).to(logits[-1].dtype)
-        logits_mv = self.vocab.widen(torch.cat(logits))
+        logits_mv = self.columns.widened(torch.cat(logits), float("-inf"))
         return groups.on_grid(torch.cat(places), logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
 
     @classmethod
@@ -344,71 +275,20 @@ def label_all_groups(
     return drafter.groups(ids, torch.ones_like(ids), position_ids), features
 
 
-def sum_losses(
-    groups: Groups,
-    heads: Sequence[tuple[HeadRows, AuxiliaryLoss | None]],
-    weight: float,
-    shares_g: Tensor,
-    counts_2g: Tensor,
-    until_first_error: bool,
-) -> DrafterOutput:
-    """Return the loss of a step and its sums by depth, over all heads.
-
-    `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
-    batch's `Drafter.label_counts`.
-    """
+def sum_heads(groups: Groups, heads: Sequence[tuple[HeadRows, HeadLoss]], unit: Tensor) -> DrafterOutput:
+    """Return the loss of a step and its sums by depth, over all heads; `unit` is a factor of all weights."""
     batch, num_depths, length = groups.labels_bgs.shape
-    labels_g, read_g = counts_2g
-    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
-    depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    for rows, auxiliary in heads:
-        result = rows.result
-        depths.append(rows.depth_m)
-        slots.append(groups.token_n[rows.place_m] * num_depths + rows.depth_m)
-        nats.append(result.cross_entropy_n.masked_fill(rows.column_m < 0, float("inf")))
-        correct.append(result.correct_n)
-        losses.append(weight * result.loss)
-        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
-        if auxiliary is not None:
-            losses_m, mask_m, is_correct_m = auxiliary
-            if is_correct_m is not None:
-                correct[-1] = is_correct_m
-            counts_g = labels_g if mask_m is None else read_g
-            mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
-            weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
-            losses.append((losses_m * weights_m).sum())
-            terms.append((slots[-1], losses_m, weights_m))
-    depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
-    if until_first_error:
-        reached_slots = weigh_until_first_error(slot_m, correct_m, batch * length, num_depths)
-        losses = [(losses_m * weights_m * reached_slots[slot]).sum() for slot, losses_m, weights_m in terms]
-    zeros_g, counts_g = torch.zeros_like(shares_g), torch.zeros_like(shares_g, dtype=depth_m.dtype)
-    correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
+    losses, nats, correct = (list(parts) for parts in zip(*(result for _, result in heads), strict=True))
+    depth_m, group_m = torch.cat([rows.depth_m for rows, _ in heads]), torch.cat([rows.group_m for rows, _ in heads])
+    nats_m, correct_m = torch.cat(nats), torch.cat(correct)
+    zeros_g, counts_g = nats_m.new_zeros(num_depths), depth_m.new_zeros(num_depths)
+    correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=depth_m.device)
+    correct_bsg = correct_bsg.index_copy(0, group_m * num_depths + depth_m, correct_m)
     return DrafterOutput(
-        torch.stack(losses).sum(),
+        torch.stack(losses).sum() / unit,
         zeros_g.index_add(0, depth_m, nats_m.masked_fill(nats_m.isinf(), 0.0)),
         zeros_g.index_add(0, depth_m, correct_m.to(zeros_g.dtype)),
         counts_g.index_add(0, depth_m, torch.ones_like(depth_m)),
         counts_g.index_add(0, depth_m, nats_m.isfinite().to(depth_m.dtype)),
-        correct_bsg.index_copy(0, slot_m, correct_m).view(batch, length, num_depths).transpose(1, 2),
+        correct_bsg.view(batch, length, num_depths).transpose(1, 2),
     )
-
-
-def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor) -> Tensor:
-    """Return weights [M]: the depth's share over the number of its rows in the whole batch, 0 where the mask is 0."""
-    return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
-
-
-def weigh_until_first_error(slot_m: Tensor, correct_m: Tensor, num_groups: int, num_depths: int) -> Tensor:
-    """Return weights by slot [P * G]: 1 up to the first wrong row of a group, 0 after it.
-
-    Accept-until-fail training (2607.01893): a draft is accepted up to its first row whose most likely token is not the
-    label.
-
-    Args:
-        slot_m: Each labelled row's slot: the number of its group times G, plus its depth.
-    """
-    correct_slots = torch.zeros(num_groups * num_depths, dtype=torch.float32, device=slot_m.device)
-    correct_pg = correct_slots.index_copy(0, slot_m, correct_m.float()).view(num_groups, num_depths)
-    before_pg = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1)
-    return before_pg.cumprod(1).flatten()

@@ -175,7 +175,7 @@ class GroupWiseDrafter(Drafter):
         return self.run_layers(hidden, rotary, attention)[0]
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
-        yield self.vocab.head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
+        yield self.head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
 
     # ---- shared by training and decoding ----
 
@@ -209,7 +209,7 @@ class GroupWiseDrafter(Drafter):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Map [..., D] to the logits [..., V'] of `columns`."""
-        return self.vocab.logits(self.norm(hidden))
+        return self.head_logits(self.norm(hidden))
 
     # ---- decoding ----
 
@@ -218,7 +218,7 @@ class GroupWiseDrafter(Drafter):
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
             return None
-        head = self.vocab.head() if self.vocab.shape.is_plain else None
+        head = self.head() if self.logit_shape.is_plain else None
         return CpuLayers.of(list(self.layers), self.norm, head, self.layers_config)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:

@@ -310,7 +310,7 @@ class CachedDecoder:
             kept = self._hidden_of(inputs_re, rotary)[first_kept:]
             return kept, drafter.logits_of(kept).float()
         hidden, normed, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
-        return hidden[first_kept:], logits if layers.has_head else drafter.vocab.logits(normed[first_kept:]).float()
+        return hidden[first_kept:], logits if layers.has_head else drafter.head_logits(normed[first_kept:]).float()
 
     def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Return hidden states [R, D] of the rows of the cache's current step, before the final norm."""
@@ -339,7 +339,7 @@ class ParallelDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
-        self.columns = drafter.vocab.columns
+        self.columns = drafter.columns
         self._masks_ke, self._has_residual = drafter.mask_inputs().detach(), drafter.mask_residual
 
     def draft(self) -> Tensor:
@@ -513,7 +513,7 @@ class TreeDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
-        self.num_depths, self.columns = num_depths, drafter.vocab.columns
+        self.num_depths, self.columns = num_depths, drafter.columns
         self._tree = GrowingTree(self._device)
         self._has_calls = False  # for the levels of this tree
         self._levels: dict[int, StaticCall] = {}  # by the number of nodes

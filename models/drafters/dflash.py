@@ -283,7 +283,7 @@ class BlockDecoder(CachedDecoder):
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
         config = drafter.config
         super().__init__(drafter, max_length_tokens, config.block_size)
-        self.columns = drafter.vocab.columns
+        self.columns = drafter.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = int(not config.sample_from_anchor)  # the anchor's row may predict nothing
         self._to_keys_values = ContextLayers(drafter.layers)

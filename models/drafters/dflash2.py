@@ -37,17 +37,15 @@ import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows, label_all_groups
+from draftsmith.models.base.drafter import label_all_groups
 from draftsmith.models.base.options import one_message
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import chunk_rows, softmax_dtype
+from draftsmith.models.loss import AuxiliaryLoss, HeadBlock, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -185,6 +183,7 @@ class DFlash2Drafter(DFlashDrafter):
         self.layers = convolved
         shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
         self.candidate_selector = CandidateSelector(*shape)
+        self.auxiliary_modules = ["candidate_selector"]
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         for module in self.layers.modules():
@@ -195,46 +194,46 @@ class DFlash2Drafter(DFlashDrafter):
 
     # ---- training ----
 
-    def auxiliary_loss(
-        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> AuxiliaryLoss:
+    def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss:
         """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
-        linear, selector, column_m = rows.linear, self.candidate_selector, rows.column_m
-        known_m, labels_m = column_m >= 0, column_m.clamp(min=0)
-        columns_mk = top_columns(rows.normed_md, linear, self.config.selector_top_k)
+        rows, gates_mr = block.rows, self.candidate_selector.gates(block.hidden_md)
+        known_m, labels_m = rows.label_m >= 0, rows.label_m.clamp(min=0)
+        columns_mk = block.logits_mv.detach().topk(self.config.selector_top_k).indices
         missing_m = (columns_mk != labels_m[:, None]).all(-1)
         columns_mk[:, -1] = torch.where(missing_m, labels_m, columns_mk[:, -1])
         rank_m = (columns_mk == labels_m[:, None]).int().argmax(-1)
-        logits_mk = self.vocab.shape(logits_at(rows.normed_md, linear, columns_mk))
-        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), rows.tokens_m)
+        logits_mk = block.logits_mv.gather(1, columns_mk).to(block.log_q_mv.dtype)
+        scores_mk = self.scores_after((columns_mk, logits_mk, gates_mr), rows.token_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
-        return AuxiliaryLoss(self.config.selector_weight * losses_m, rows.mask_m, correct_m)
+        return AuxiliaryLoss(self.config.selector_weight * losses_m, rows.weight_m, correct_m)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         groups, features = label_all_groups(self, input_ids, features, position_ids)
         ((_, place_m, normed_md),) = self.head_inputs(groups, self.hidden_states(groups, features))
         _, _, before_m = groups.labels(place_m)
         logits_mv = self.path_logits(self.candidates(normed_md), groups.input_ids.flatten()[before_m])
-        return groups.on_grid(place_m, self.vocab.widen(logits_mv), float("-inf"))[:, :, : input_ids.shape[1]]
+        return groups.on_grid(place_m, self.columns.widened(logits_mv, float("-inf")), float("-inf"))[
+            :, :, : input_ids.shape[1]
+        ]
 
     # ---- shared by training and decoding ----
 
     def candidates(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the K most likely columns of final-normed rows [..., D], their logits [..., K], and gates [..., r]."""
-        values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)
+        values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         """Return fp32 scores [N, K] of the candidates after the tokens before [N], given the `candidates` of N rows."""
         columns_nk, values_nk, gates_nr = rows
-        tokens_nk = columns_nk if self.vocab.ids is None else self.vocab.ids[columns_nk]
+        tokens_nk = columns_nk if self.draft_ids is None else self.draft_ids[columns_nk]
         return values_nk + self.candidate_selector.edges(gates_nr, before_n, tokens_nk)
 
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         """Return the same scores as logits [N, V'], -inf except at the candidates."""
         scores_nk = self.scores_after(rows, before_n)
-        shape = len(scores_nk), self.vocab.head().out_features
+        shape = len(scores_nk), self.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
     def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -242,29 +241,6 @@ class DFlash2Drafter(DFlashDrafter):
 
     def decoder(self, max_length_tokens: int) -> "CandidateDecoder":
         return CandidateDecoder(BlockDecoder(self, max_length_tokens), self)
-
-
-@torch.no_grad()
-def top_columns(rows_nd: Tensor, head: nn.Linear, top_k: int) -> Tensor:
-    """Return the columns [N, K] of the K largest logits of each row, without a tensor [N, V]."""
-    vocabulary, hidden_size = head.weight.shape
-    chunk = chunk_rows(vocabulary, hidden_size, device_type=rows_nd.device.type)
-    parts = (F.linear(rows.to(head.weight.dtype), head.weight, head.bias) for rows in rows_nd.split(chunk))
-    return torch.cat([logits.topk(top_k, dim=-1).indices for logits in parts])
-
-
-def logits_at(rows_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
-    """Return the logits [N, K] of a frozen head at these columns, fp32 at least, without a tensor [N, K, D]."""
-
-    def compute(rows: Tensor, columns: Tensor) -> Tensor:
-        return torch.einsum("nd,nkd->nk", rows.to(head.weight.dtype), F.embedding(columns, head.weight))
-
-    chunk = chunk_rows(columns_nk.shape[1] * rows_nd.shape[1], 0, device_type=rows_nd.device.type)
-    parts = zip(rows_nd.split(chunk), columns_nk.split(chunk), strict=True)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
-    logits_nk = torch.cat([checkpoint(compute, *part, **options) for part in parts])
-    logits_nk = logits_nk.to(softmax_dtype(rows_nd.dtype))
-    return logits_nk if head.bias is None else logits_nk + head.bias[columns_nk]
 
 
 class CandidateDecoder(PathDecoder):

@@ -26,10 +26,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.options import Loss
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter, SampleFromAnchor
-from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import AuxiliaryLoss, HeadBlock
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -85,20 +84,20 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(config)
         # Not in `build`, after which transformers draws all linear layers again.
         if config.confidence_weight:
-            self.needs_acceptance = True
+            self.needs_acceptance, self.auxiliary_modules = True, ["confidence_head"]
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
 
-    def auxiliary_loss(
-        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> AuxiliaryLoss | None:
+    def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss | None:
         """Return the confidence head's loss of the rows that the loss through the LM head reads."""
-        acceptance_m, markov = rows.result.acceptance_n, self.markov_head
-        if acceptance_m is None or markov is None:
+        if not self.needs_acceptance:
             return None
-        sure_m = self.confidence_head(rows.normed_md, markov.markov_w1(rows.tokens_m))
+        assert block.log_p_mv is not None
+        assert block.previous_mr is not None
+        sure_m = self.confidence_head(block.hidden_md, block.previous_mr)
         # Rounding may leave a sum of probabilities above 1.
-        losses_m = F.binary_cross_entropy_with_logits(sure_m, acceptance_m.clamp(max=1), reduction="none")
-        return AuxiliaryLoss(self.config.confidence_weight * losses_m, rows.mask_m)
+        acceptance_m = torch.minimum(block.log_p_mv, block.log_q_mv.detach()).exp().sum(-1).clamp(max=1)
+        losses_m = F.binary_cross_entropy_with_logits(sure_m, acceptance_m, reduction="none")
+        return AuxiliaryLoss(self.config.confidence_weight * losses_m, block.rows.weight_m)
 
 
 DRAFTER = DSparkDrafter

@@ -29,12 +29,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import smooth_l1
+from draftsmith.models.loss import AuxiliaryLoss, HeadBlock, smooth_l1
 
 # Tokens of a sequence at which the noise is `feature_noise`.
 NOISE_LENGTH = 512
@@ -100,13 +99,12 @@ class EagleDrafter(GroupWiseDrafter):
         width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
         return noise.sub_(0.5).mul_(width_bs1).add_(features)
 
-    def auxiliary_loss(
-        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> AuxiliaryLoss:
+    def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss:
         """Return the regression to the target's features, of all labelled rows."""
         if features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        return AuxiliaryLoss(smooth_l1(rows.normed_md, features_pd.index_select(0, rows.before_m)))
+        target_md = features_pd.index_select(0, block.rows.before_m)
+        return AuxiliaryLoss(smooth_l1(block.hidden_md, target_md), block.rows.every_weight_m)
 
     # ---- shared by training and decoding ----
 

@@ -182,7 +182,7 @@ class Eagle3Shape(GroupWiseDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
-        self.vocab.start_own_heads()
+        self.start_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if not self.takes_target_layers:
             return

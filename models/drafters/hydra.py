@@ -188,7 +188,7 @@ class HydraDrafter(HeadsDrafter):
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Return logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        return self.vocab.logits(self.heads[j](inputs), j)
+        return self.head_logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
         return HydraDecoder(self, max_length_tokens)
@@ -198,7 +198,7 @@ class HydraDecoder:
     """A `StepwiseDecoder`. A node's row is its head's input: the state and the embeddings along its path."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
-        self.num_depths, self.columns = drafter.config.num_heads, drafter.vocab.columns
+        self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
         self._drafter = drafter
         self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens, 0)
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]

@@ -54,7 +54,7 @@ class HeadsDrafter(Drafter):
             size, rows = config.hidden_size, config.draft_vocab_size or config.target_config["vocab_size"]
             bias = getattr(config, "lm_head_bias", False)
             self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=bias) for _ in range(config.num_heads))
-            for head in self.vocab.own_heads if bias else []:
+            for head in self.own_heads if bias else []:
                 head.bias.requires_grad_(False).zero_()
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
@@ -63,14 +63,14 @@ class HeadsDrafter(Drafter):
         Raises:
             UserError: The target's LM head has a bias, which separate ones lack.
         """
-        if self.vocab.own_heads:
+        if self.own_heads:
             source = target.get_output_embeddings()
             if source.bias is not None:
                 raise UserError(
                     f"the LM head of {type(target).__name__} has a bias, so separate LM heads cannot start as it: "
                     "use drafter.options.lm_heads=shared"
                 )
-            self.vocab.start_own_heads()
+            self.start_own_heads()
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the states that heads read, h_{t-1} of all groups [P, D]."""
@@ -78,7 +78,7 @@ class HeadsDrafter(Drafter):
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         for j, place_m in enumerate(groups.labelled_by_depth):
-            yield self.vocab.head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
+            yield self.head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""
@@ -138,9 +138,9 @@ class MedusaDrafter(HeadsDrafter):
     def logits_of(self, previous: Tensor) -> Tensor:
         """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
-        if not self.vocab.own_heads:
-            return self.vocab.logits(hidden)  # one product
-        return torch.stack([lm_head(part) for lm_head, part in zip(self.vocab.own_heads, hidden, strict=True)])
+        if not self.own_heads:
+            return self.head_logits(hidden)  # one product
+        return torch.stack([lm_head(part) for lm_head, part in zip(self.own_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
@@ -150,7 +150,7 @@ class MedusaDecoder:
     """Decoder that keeps only h_{t-1}; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter, self.columns = drafter, drafter.vocab.columns
+        self._drafter, self.columns = drafter, drafter.columns
         self._previous_d: Tensor | None = None
         self._backend: str | None = None  # of compilation
         self._static: StaticCall | None = None

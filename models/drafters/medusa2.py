@@ -40,7 +40,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import DrafterOutput, Teacher, head_loss, safe_denominator
+from draftsmith.models.loss import DrafterOutput, HeadRows, Teacher, head_loss, safe_denominator
 from draftsmith.models.target.features import target_features
 
 ALL_LINEAR = "all-linear"
@@ -193,17 +193,14 @@ class Medusa2Drafter(MedusaDrafter):
             return output._replace(loss=heads_loss)
         # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
         _, label_m, token_m = groups.labels(groups.labelled_by_depth[0])
-        ones_m = torch.ones_like(token_m, dtype=torch.float32)
-        lm_loss = head_loss(
-            features.flatten(0, 1).index_select(0, token_m),
-            self.attached.lm_head,
-            label_m,
-            ones_m / safe_denominator(label_counts[0, 0]),
-            loss=self.config.lm_loss,
-            teacher=None if teacher_features is None else Teacher(teacher_features.flatten(0, 1), token_m),
-            shape=self.attached.shape,
-        ).loss
-        return output._replace(loss=heads_loss + lm_loss)
+        target_head, shape = self.attached.lm_head, self.attached.shape
+        teacher = (
+            None if teacher_features is None else Teacher(teacher_features.flatten(0, 1), target_head, shape=shape)
+        )
+        states_md = features.flatten(0, 1).index_select(0, token_m)
+        rows = HeadRows.flat(label_m, torch.ones_like(token_m, dtype=torch.float32), token_m)
+        lm_loss = head_loss(target_head, states_md, rows, self.config.lm_loss, teacher, shape=shape).loss
+        return output._replace(loss=heads_loss + lm_loss * safe_denominator(label_counts[0, 0]).reciprocal().float())
 
 
 # ---- the LoRA in the target ----

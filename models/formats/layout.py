@@ -253,7 +253,7 @@ def borrowed_head(drafter: Drafter, recipe_line: str) -> Tensor:
     Raises:
         UserError: The head has a bias.
     """
-    head = drafter.vocab.borrowed_head
+    head = drafter.borrowed_head
     if head.bias is not None:
         raise UserError(f"the target's LM head has a bias, which no layout can hold: train with {recipe_line}")
     return head.weight.detach().to(drafter.dtype)

@@ -57,7 +57,6 @@ def test_logit_scale_and_cap_are_the_targets(
     product = target.get_output_embeddings()(target_features(target, ids))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(expected(product), target(input_ids=ids).logits, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(expected.apply_(product.clone()), expected(product))
 
 
 def test_config_decides_without_weights() -> None:

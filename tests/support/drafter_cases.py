@@ -130,10 +130,10 @@ def target_and_drafter(
     """Build a drafter whose draft vocabulary, if any, is spread over the target's, and by default a target."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS) if target is None else target
     drafter = tiny_drafter_of(kind, target, **options)
-    drafter.vocab.prepare(FREQUENT)
+    drafter.prepare_draft_vocab(FREQUENT)
     if "draft_vocab_size" in options:
         with torch.no_grad():
-            for head in drafter.vocab.own_heads:  # which are initialised from the target's
+            for head in drafter.own_heads:  # which are initialised from the target's
                 head.weight.add_(0.1 * torch.randn_like(head.weight))
     return target, drafter
 

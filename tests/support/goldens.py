@@ -28,6 +28,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import has_teacher
 from draftsmith.models.target.features import target_features
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
@@ -59,7 +60,7 @@ def get_goldens(kind: str, options: dict[str, Any]) -> dict[str, Any]:
         target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
         _fill(target, seed=1)
         drafter = load_drafter_class(kind).from_target(target, options).double()
-        drafter.vocab.prepare(FREQUENT)
+        drafter.prepare_draft_vocab(FREQUENT)
         _fill(drafter, seed=2)
         drafter.training_step = WARM_UP_DONE
         rows = [
@@ -102,7 +103,8 @@ def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: b
 def _count_rows(drafter: Drafter, groups: Groups) -> Tensor:
     """Return `Drafter.label_counts` of the rows that are computed, also where others were dropped at random."""
     depth_m, label_m, _ = groups.labels(groups.labelled_m)
-    read_m = drafter.vocab.mask_of(drafter.vocab.columns_of(label_m), torch.float64)
+    is_read_m = (drafter.label_columns(label_m) >= 0) | has_teacher(drafter.config.loss)
+    read_m = is_read_m.double()
     zeros_g = read_m.new_zeros(drafter.config.num_depths)
     return torch.stack([zeros_g.index_add(0, depth_m, counted_m) for counted_m in (torch.ones_like(read_m), read_m)])
 

@@ -140,7 +140,7 @@ def train_briefly(
     drafter = load_drafter_class(kind).from_target(target, options)
     if options.get("draft_vocab_size"):
         said = torch.tensor([token for answer in answers for token in answer])
-        drafter.vocab.choose(torch.bincount(said, minlength=target.config.vocab_size))
+        drafter.choose_draft_vocab(torch.bincount(said, minlength=target.config.vocab_size))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     drafter.train()
     rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -23,7 +23,7 @@ OptimizerName = Literal["adamw", "muon"]
 def muon_parameters(drafter: Drafter) -> list[str]:
     """Return the names of the trained matrices that Muon updates: weights of linear layers, except vocabulary heads."""
     markov = [] if drafter.markov_head is None else [drafter.markov_head.markov_w2]
-    heads = {id(head) for head in [*drafter.vocab.own_heads, *markov]}
+    heads = {id(head) for head in [*drafter.own_heads, *markov]}
     prefixes = tuple(drafter.learning_rate_factors)
     return [
         f"{name}.weight"

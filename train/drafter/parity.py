@@ -131,7 +131,7 @@ def check_parity(
         drafter = drafter_class.from_target(target, options).eval()
     usable = _usable(rows, target.get_input_embeddings().weight.shape[0])
     columns = {"input_ids": [row.input_ids for row in usable], "loss_mask": [row.loss_mask for row in usable]}
-    drafter.vocab.prepare(Dataset.from_dict(columns))
+    drafter.prepare_draft_vocab(Dataset.from_dict(columns))
     perturb(drafter)
     row = min(usable, key=lambda row: abs(len(row.input_ids) - ROW_TOKENS))
     ids_s = torch.tensor(row.input_ids[:ROW_TOKENS], device=target.device)

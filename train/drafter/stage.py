@@ -122,8 +122,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
-        if drafter.vocab.coverage is not None:
-            print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
+        if drafter.vocab_coverage is not None:
+            print(f"{recipe.name}: {drafter.vocab_coverage.sentence()}")
     checkpoint = _find_checkpoint(trainer, launch)
     finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
     try:
@@ -158,7 +158,7 @@ def _target_and_drafter(
     target = load_frozen_target(recipe, args.device)
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-    drafter.vocab.prepare(to_train)
+    drafter.prepare_draft_vocab(to_train)
     start = (
         None
         if begun_from is None
@@ -277,7 +277,7 @@ def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start
     args = trainer.args
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
-    covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage
+    covered = None if drafter.vocab_coverage is None else drafter.vocab_coverage.coverage
     reproducible = "this device, these versions" if args.full_determinism else None
     if args.device.type == "cpu":
         threads = torch.get_num_threads()

@@ -86,7 +86,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
             f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
-    vocabulary, its_rows = drafter.vocab.names, drafter.vocab.row_names
+    vocabulary, its_rows = drafter.vocab_names, drafter.vocab_row_names
     if not (vocabulary <= taken and its_rows & taken):
         taken -= vocabulary | its_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
@@ -101,13 +101,13 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
             f"key `drafter.init`: {source} was trained on features of the target's layers {list(theirs_read)}, not "
             f"{list(read)}: set drafter.options.feature_layers to those"
         )
-    anew = drafter.vocab.coverage
+    anew = drafter.vocab_coverage
     for name in taken:
         mine[name].copy_(theirs[name])
-    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.vocab.ids is not None
+    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.draft_ids is not None
     if extends:
-        drafter.vocab.extend(trained.t2d)
-    drafter.vocab.gather_rows()
+        drafter.extend_draft_vocab(trained.t2d)
+    drafter.gather_head_rows()
     maps = {"d2t", "t2d"}  # no parameters: described in words below
     fresh, unused = sorted(mine.keys() - taken - maps), sorted(theirs.keys() - taken - maps)
     words = None
@@ -116,7 +116,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
         words += ", and then as the trained drafter's" if extends else ""
     elif vocabulary:
         words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
-        if anew is not None and (now := drafter.vocab.coverage) is not None:
+        if anew is not None and (now := drafter.vocab_coverage) is not None:
             words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
     return Start(source, kind, weights_sha256(folder), fresh, unused, words)
 

@@ -117,10 +117,10 @@ def step_flops(
         attention = groups.input_ids.shape[1] * _query_width(drafter.layers_config) * queries * len(layers)
         forward += 2.0 * (sum(map(num_weights, layers)) * rows + attention)
     taught = answer_tokens if device_type == "cpu" else labels  # tokens, or each row by itself
-    head_rows = labels * (2 + bool(drafter.vocab.own_heads)) + taught * drafter.needs_teacher
+    head_rows = labels * (2 + bool(drafter.own_heads)) + taught * drafter.needs_teacher
     is_frozen = bool(layers) and not any(p.requires_grad for layer in layers for p in layer.parameters())
     backward = forward * (1 if is_frozen else 2)
-    return in_target, forward + backward + 2.0 * drafter.vocab.head().weight.numel() * head_rows
+    return in_target, forward + backward + 2.0 * drafter.head().weight.numel() * head_rows
 
 
 def num_weights(module: nn.Module) -> float:
@@ -139,6 +139,6 @@ def _query_width(config: Any) -> int:
 
 def _own_modules(drafter: Drafter) -> list[nn.Module]:
     """Return the drafter's innermost modules outside its decoder layers and LM heads."""
-    outside = [*getattr(drafter, "layers", []), *drafter.vocab.own_heads, drafter.vocab.head()]
+    outside = [*getattr(drafter, "layers", []), *drafter.own_heads, drafter.head()]
     outside_ids = {id(module) for each in outside for module in each.modules()}
     return [each for each in drafter.modules() if id(each) not in outside_ids and not any(each.children())]

@@ -56,7 +56,7 @@ def measure_step(recipe: Recipe, length: int, labelled: int) -> MeasuredStep:
         num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         rows = Dataset.from_list([row] * num_rows)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-        drafter.vocab.prepare(rows)
+        drafter.prepare_draft_vocab(rows)
         trainer = DrafterTrainer(drafter, target, args, rows, autocast_target=recipe.data.features.autocast)
         try:
             with without_cudnn_attention():

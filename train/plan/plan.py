@@ -210,7 +210,7 @@ def count_answers(recipe: Recipe) -> list[int] | None:
 
 def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
     """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
-    output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
+    output, own_heads = cost.target.get_output_embeddings(), cost.drafter.own_heads
     if tokens is None:  # not distilled yet
         return []
     counts_v = supervised_token_counts(tokens, output.weight.shape[0])

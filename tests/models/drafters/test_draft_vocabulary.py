@@ -40,7 +40,7 @@ def test_draft_vocabulary_has_the_most_frequent_tokens(size: int, tmp_path: Path
     expected = {2: [5, 7], 3: [5, 7, 9], 6: [0, 1, 4, 5, 7, 9]}[size]
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = Eagle3Drafter.from_target(target, {"draft_vocab_size": size})
-    drafter.vocab.prepare(ROWS)
+    drafter.prepare_draft_vocab(ROWS)
     drafter.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert saved["d2t"].dtype == torch.int64
@@ -57,20 +57,20 @@ def test_borrowed_head_has_rows_of_the_targets(bias: bool, tmp_path: Path) -> No
     if bias:
         target.lm_head = nn.Linear(32, VOCABULARY).requires_grad_(False)
     drafter = tiny_drafter_of("parallel", target, draft_vocab_size=3)
-    drafter.vocab.prepare(ROWS)
+    drafter.prepare_draft_vocab(ROWS)
     drafter.save_pretrained(tmp_path)
     saved = [*load_file(tmp_path / "model.safetensors"), *dict(drafter.named_parameters())]
     assert not any("head" in name for name in saved)
     for found in (drafter, load_drafter(tmp_path, target)):
         assert isinstance(found, GroupWiseDrafter)
-        head = found.vocab.head()
+        head = found.head()
         assert type(head) is nn.Linear  # packing linear layers finds it
         assert any(module is head for module in found.modules())
         assert torch.equal(head.weight, target.lm_head.weight[[5, 7, 9]])
         assert not head.weight.requires_grad
         hidden = torch.randn(4, 32)
         torch.testing.assert_close(head(hidden), target.lm_head(hidden)[:, [5, 7, 9]])
-        assert found.double().vocab.head().weight.dtype == torch.float64
+        assert found.double().head().weight.dtype == torch.float64
 
 
 def test_train_stage_builds_the_draft_vocabulary_from_its_data(
@@ -105,7 +105,7 @@ def test_drafting_with_a_vocabulary_smaller_than_the_branching(kind: str, tree: 
     """
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
-    drafter.vocab.prepare(ROWS)
+    drafter.prepare_draft_vocab(ROWS)
     paths = [[0], [1], [2], [0, 0], [0, 2]] if tree == "static" else None
     keys = {"branch": 4} if paths is None else {"paths": paths}
     sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]

@@ -280,7 +280,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     logits, shares = logits_of_head(drafter, ids, features), config.options.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
-    kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
+    kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
     teacher = batch.get("teacher_features", features)
     hidden = group_hidden(drafter, ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
@@ -302,7 +302,9 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
             p_all = shape(target.lm_head(teacher[b, t + j])) if drafter.needs_teacher else logits[b, j, t]
             counts = {"ce": float(label in kept)}
             distance = getattr(config, "class_weight", 1.0) * sum(
-                weight * counts.get(name, 1.0) * LOSSES[name](row, place, p_all[kept][None])[0]
+                weight
+                * counts.get(name, 1.0)
+                * LOSSES[name](row.log_softmax(-1), place, p_all[kept][None].log_softmax(-1))[0]
                 for name, weight in loss_weights(config.loss).items()
             )
             if until_first_error:

@@ -203,7 +203,7 @@ def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
     config, tensors = export_to(drafter, "vllm", tmp_path)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
     assert (config["num_aux_hidden_states"], config["draft_vocab_size"], config["vocab_size"]) == (3, 20, VOCABULARY)
-    assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.vocab.ids)
+    assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.draft_ids)
     export_drafter(build_drafter("eagle3", "llama", FEATURES), "sglang", tmp_path / "two", "TARGET", tmp_path / "ours")
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]

@@ -85,7 +85,7 @@ def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, t
     options = {"draft_vocab_size": 1000, "feature_layers": [1, 4, 7], "norm_before_residual": True}
     drafter = build_drafter("eagle3", options, target)
     chosen = torch.arange(4096)[torch.arange(4096) % 4 == 1][:1000]
-    drafter.vocab.choose(torch.bincount(chosen, minlength=4096))
+    drafter.choose_draft_vocab(torch.bincount(chosen, minlength=4096))
     read = gguf.GGUFReader(export_to(drafter, file, tmp_path))
     assert read.fields["eagle3.target_layers"].contents() == [1, 4, 7]
     assert read.fields["eagle3.norm_before_residual"].contents() is True

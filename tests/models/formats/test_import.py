@@ -189,7 +189,7 @@ def check_drafts(drafter: Drafter, expected: Tensor) -> None:
     decoder.start(IDS[0, :3], features[:3])
     decoder.observe(IDS[0, 3 : NEWEST + 1], features[2:NEWEST])
     drafted = drafted_logits(drafter, decoder, IDS[0], NEWEST)[: len(expected)]
-    torch.testing.assert_close(drafted, drafter.vocab.widen(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(drafted, drafter.columns.widened(expected, float("-inf")), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -259,7 +259,7 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, published: P
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
     check_drafts(drafter, torch.stack(expected))
     if "d2t" in checkpoint.tensors:
-        assert drafter.vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
+        assert drafter.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
@@ -373,7 +373,7 @@ def test_only_the_targets_embedding_is_accepted(published: Publish, tmp_path: Pa
 
 def test_block_head_must_have_the_targets_rows(published: Publish) -> None:
     theirs = published("dspark-reduced")
-    assert theirs.load().vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
+    assert theirs.load().columns.tokens([0, 1, 19]) == [1, 4, 58]
     theirs.tensors["lm_head.weight"][3, 3] += 1.0
     with pytest.raises(UserError, match="lm_head is not the target's, and dspark drafters here have no separate one"):
         theirs.load("other")

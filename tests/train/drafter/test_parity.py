@@ -19,7 +19,7 @@ def drafter_difference(kind: str, options: dict[str, Any], change: Callable[[Any
     torch.manual_seed(0)
     drafter: Drafter = load_drafter_class(kind).from_target(target, options).eval()
     if options.get("draft_vocab_size"):
-        drafter.vocab.choose(torch.arange(target.config.vocab_size).float())
+        drafter.choose_draft_vocab(torch.arange(target.config.vocab_size).float())
     perturb(drafter)
     made = drafter.decoder
 

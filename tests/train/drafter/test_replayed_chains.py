@@ -34,7 +34,7 @@ def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> N
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target, **options)
     with torch.no_grad():
-        for head in drafter.vocab.own_heads:  # which are initialised from the target's
+        for head in drafter.own_heads:  # which are initialised from the target's
             head.weight.add_(0.1 * torch.randn_like(head.weight))
         if kind == "dflash2":  # a selector with an effect
             drafter.candidate_selector.successor_codebook.normal_()

@@ -124,16 +124,16 @@ def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
         options["draft_vocab_size"] = size or len(tokens)
         drafter = load_drafter_class(kind).from_target(target, options)
         answers = [token for place, token in enumerate(tokens) for _ in range(len(tokens) - place)]
-        drafter.vocab.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
+        drafter.prepare_draft_vocab(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
         return drafter
 
     def start_drafter(drafter: Any, source: Drafter, extended: bool = False) -> tuple[list[int], Start]:
         """Start from `source`; return the draft vocabulary and the start's report."""
         source.save_pretrained(tmp_path / "source")
         start = start_from(drafter, tmp_path / "source", "source", extended)
-        assert drafter.t2d.nonzero().flatten().tolist() == drafter.vocab.ids.tolist()
+        assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
         assert not {"d2t", "t2d"} & {*start.fresh, *start.unused}
-        return drafter.vocab.ids.tolist(), start
+        return drafter.draft_ids.tolist(), start
 
     old, anew = list(range(20, 28)), list(range(26, 36))
     # Own heads: the old vocabulary has 26 and 27 of the answers' tokens, 10 + 9 of 55 occurrences; eight new ones 52.
@@ -154,16 +154,16 @@ def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
     borrowed = build("eagle_parallel", anew, 8)
     tokens, start = start_drafter(borrowed, build("eagle", old))
     assert tokens == anew[:8]
-    assert borrowed.vocab.coverage == build("eagle_parallel", anew, 8).vocab.coverage
-    assert torch.equal(borrowed.vocab.head().weight, target.lm_head.weight[anew[:8]])
+    assert borrowed.vocab_coverage == build("eagle_parallel", anew, 8).vocab_coverage
+    assert torch.equal(borrowed.head().weight, target.lm_head.weight[anew[:8]])
     assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
     # Or these and then the old ones, lower ids first.
     borrowed = build("eagle_parallel", anew[:5], 8)
     tokens, start = start_drafter(borrowed, build("eagle", old), extended=True)
     assert tokens == [20, 21, 22, *anew[:5]]
-    assert torch.equal(borrowed.vocab.head().weight, target.lm_head.weight[tokens])
+    assert torch.equal(borrowed.head().weight, target.lm_head.weight[tokens])
     assert start_sentence(start).endswith("is chosen from this run's answers, and then as the trained drafter's")
-    assert borrowed.vocab.coverage.coverage == 1.0
+    assert borrowed.vocab_coverage.coverage == 1.0
     # A Markov head has rows for its tokens if the source has trained them.
     for rank, expected in ((3, old), (0, anew[:8])):
         source = build("parallel", old, markov_rank=rank)
