@@ -560,10 +560,10 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
-    refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
-    if refused is not None:
+    if (refused := exporting.refusal(config, to)) is not None:
         yield Finding("export", "defect", f"{config.kind}: {refused}")
         return
+    warned = exporting.caveat(config, to)
     target_place = target_location(recipe.answering_target)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))

@@ -108,9 +108,8 @@ def clinic(
 def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
     code, findings, printed = clinic(tmp_path).examine(rows=1)
     assert code == 0
-    unloved = findings.pop("drafter/engines")  # two distinct masks
-    assert (unloved["severity"], unloved["figures"]) == ("warning", {"loading": []})
-    assert "0 defects, 1 warning\n" in printed
+    assert findings["drafter/engines"]["figures"] == {"loading": ["vLLM"]}
+    assert "0 defects, 0 warnings\n" in printed
     assert {entry["severity"] for entry in findings.values()} == {"ok"}
     rows = Clinic(tmp_path, tiny_tokenizer(templates.CHATML)).rows()
     share = findings["source/supervised tokens"]["figures"]
@@ -192,10 +191,6 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
         {"mask": lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1]))}, [],
         "tokens/end tokens", "3 carry loss after their end token",
     ),
-    "an engine for which a drafter of distinct masks has no place": (
-        {}, ["--serve=vllm", "drafter={kind: parallel}"],
-        "served/export", "4 distinct masks, as this drafter has: train with drafter.",
-    ),
     "an engine that has no place for the kind": (
         {"num_hidden_layers": 4}, ["--serve=sglang", "drafter={kind: peagle}"],
         "served/export", "has no place for peagle: train with drafter.kind=eagle3",
@@ -269,7 +264,7 @@ def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     assert code == 0
     warnings = {key for key, entry in findings.items() if entry["severity"] == "warning"}
     checks = ("invalid conversations", "over-long", "vocabulary")
-    assert warnings == {"drafter/engines", *(f"source/{check}" for check in checks)}
+    assert warnings == {f"source/{check}" for check in checks}
     assert findings["source/over-long"]["figures"] == {"cut": 1, "too_long": 0, "conversations": 3}
 
 
