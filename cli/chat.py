@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from draftsmith.cli.console import WordWrap, console, paste_as_one_message, read_message
+from draftsmith.cli.console import console, paste_as_one_message, read_message
 from draftsmith.cli.demo import LEGEND, ColouredAnswer, is_cut
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
@@ -81,7 +81,7 @@ class Chat:
             console.print(ENDED)
             return None
         measured = self.methods[self.drafts]
-        coloured, out = ColouredAnswer(self.tokenizer), WordWrap(console)
+        coloured = ColouredAnswer(self.tokenizer)
         record: AnswerRecord | None = None
         new_tokens = min(self.new_tokens, room)
         with suppress(KeyboardInterrupt):
@@ -90,13 +90,13 @@ class Chat:
                 prompt,
                 new_tokens,
                 self.end_ids,
-                on_round=lambda round_: out.write(coloured.add(round_)),
+                on_round=lambda round_: console.print(coloured.add(round_), end=""),
             )
         ids = coloured.ids if record is None else record.ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         if not coloured.rounds:  # the prefill's token was the whole answer
-            out.write(Text(text))
-        out.end()
+            console.print(Text(text), end="")
+        console.print()
         self.history = [*history, Turn("assistant", text)] if text else self.history
         tokens = len(ids) - 1
         seconds = 0.0 if record is None else record.wall_time_s - record.prefill_s

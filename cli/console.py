@@ -7,7 +7,6 @@ moves them in front of the name, so that no command has to define them.
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -17,7 +16,6 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.rule import Rule
@@ -103,40 +101,6 @@ def paste_as_one_message() -> None:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
-
-
-class WordWrap:
-    """Printer of a text that grows, which breaks lines between words at the console's width."""
-
-    def __init__(self, output: Console) -> None:
-        self._output, self._column, self._rest = output, 0, Text()
-
-    def write(self, text: Text) -> None:
-        """Print the text up to its last whole word; the rest waits for what follows."""
-        self._rest.append_text(text)
-        self._print_words(r"(?=\s)")
-
-    def end(self) -> None:
-        """Print the last word and end the line."""
-        self._print_words("")
-        self._output.print()
-
-    def _print_words(self, following: str) -> None:
-        """Print every word that this pattern follows, on a new line where the line has no room for it."""
-        end = 0
-        for piece in re.finditer(rf"\n|([^\S\n]*)(\S+){following}", self._rest.plain):
-            end = piece.end()
-            if piece[0] == "\n":
-                self._output.print()
-                self._column = 0
-                continue
-            spaces, columns = piece[1], cell_len(piece[2])
-            if self._column and self._column + cell_len(spaces) + columns > self._output.width:
-                self._output.print()
-                self._column, spaces = 0, ""
-            self._output.print(Text.assemble(spaces, self._rest[piece.start(2) : end]), end="")
-            self._column = (self._column + cell_len(spaces) + columns) % self._output.width
-        self._rest = self._rest[end:]
 
 
 # ---- --json and --quiet ----

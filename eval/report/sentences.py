@@ -39,11 +39,6 @@ JOINED_MEANING = (
     "A task that joins several categories stands next to the others, and its categories in a separate table"
 )
 
-LENGTHS_MEANING = (
-    "Tau of the rounds with this number of tokens before them, all questions together: long texts come from other "
-    "questions than short ones, so compare methods, and a method's fall with the others' fall"
-)
-
 LENIENCE_WARNING = (
     f"Rows marked {NOT_LOSSLESS!r} were measured with lenience below 1 (arXiv 2211.17192, A.5): their answers do not "
     "have the target's distribution, and their speedup was bought with that."

@@ -7,8 +7,6 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
 speedup_by_question  with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py), whose
                      figure is higher: it tokenizes the baseline's text again, without end tokens
 ..._interval         95 % over questions like these: `bootstrap.py`
-tau_by_context       tau by the number of tokens before the round, of prompt and answer, in buckets of powers of two;
-                     tau_by_position: of the answer alone
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
                      there are two tasks or more. They are then the headline, by which methods are ordered and chosen
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds;
@@ -44,7 +42,6 @@ from draftsmith.eval.report import bootstrap
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 OVERALL, MEAN_OF_TASKS = "overall", "mean of tasks"
-FIRST_CONTEXT_TOKENS, FIRST_POSITION_TOKENS = 128, 16  # the first bucket is below them
 # Figures of each category that a document may quote.
 CATEGORY_FIGURES = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
@@ -121,7 +118,6 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         **draft_vocabulary_figures(turns),
         **_intervals(question_sums(records, key, category), first),
         "over_tasks": _over_tasks(records, key) if category == OVERALL else None,
-        **(tau_by_length(turns) if category == OVERALL else {}),
         **_identity(records, key, category, ties),
     }
 
@@ -157,36 +153,6 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
         "speedup_mean": bootstrap.compute_ratio(bootstrap.speedup, sums),
         **_intervals(sums, records[0].answers[key]),
     }
-
-
-def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
-    """Compute tau by the number of tokens before the round: of prompt and answer, and of the answer alone.
-
-    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau.
-    """
-    by_context: list[tuple[int, int]] = []  # tokens before the round, tokens that it committed
-    by_position: list[tuple[int, int]] = []
-    for turn in turns:
-        position = 1  # the first token comes with the prompt
-        for tokens in turn.accept_lengths:
-            by_position.append((position, tokens))
-            by_context.append((turn.prompt_tokens + position, tokens))
-            position += tokens
-    return {
-        "tau_by_context": _tau_of_buckets(by_context, FIRST_CONTEXT_TOKENS),
-        "tau_by_position": _tau_of_buckets(by_position, FIRST_POSITION_TOKENS),
-    }
-
-
-def _tau_of_buckets(rounds: list[tuple[int, int]], first: int) -> list[Row]:
-    """Compute tau below `first`, and from there in buckets from each power of two to the next one."""
-    buckets: dict[int, list[int]] = {}
-    for before, tokens in rounds:
-        buckets.setdefault(0 if before < first else 1 << (before.bit_length() - 1), []).append(tokens)
-    return [
-        {"from": low, "below": 2 * low or first, "rounds": len(each), "tau": statistics.fmean(each)}
-        for low, each in sorted(buckets.items())
-    ]
 
 
 def _intervals(sums: bootstrap.QuestionSums, answer: MethodResult) -> dict[str, list[float] | None]:

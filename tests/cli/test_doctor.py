@@ -111,7 +111,7 @@ def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
     assert findings["drafter/engines"]["figures"] == {"loading": ["vLLM"]}
     assert "0 defects, 0 warnings\n" in printed
     assert {entry["severity"] for entry in findings.values()} == {"ok"}
-    rows = Clinic(tmp_path, tiny_tokenizer(templates.CHATML)).rows()
+    rows = tokenized(tiny_tokenizer(templates.CHATML), TALK)
     share = findings["source/supervised tokens"]["figures"]
     assert share["tokens"] == sum(len(row.input_ids) for row in rows)
     assert share["loss_tokens"] == sum(sum(row.loss_mask) for row in rows)

@@ -98,22 +98,6 @@ def tint(row: Row) -> str:
     return f"level-{sum(ends[0] >= level for level in LEVELS)}" if word == FASTER else "plain"
 
 
-def length_tables(summary: list[Row]) -> list[tuple[str, list[str], list[tuple[Row, list[Row | None]]]]]:
-    """Build the tables by context and by position in the answer, without those that no row has figures for.
-
-    Returns (the counted tokens, names of the columns, rows of the summary with the figures of each column).
-    """
-    tables = []
-    for key, tokens in (("tau_by_context", "prompt and answer"), ("tau_by_position", "answer")):
-        rows = [row for row in drafted_rows(summary) if row.get(key)]
-        ends = sorted({(each["from"], each["below"]) for row in rows for each in row[key]})
-        buckets = [f"{low} to {below - 1}" if low else f"below {below}" for low, below in ends]
-        figures = [{(each["from"], each["below"]): each for each in row[key]} for row in rows]
-        cells = [(row, [each.get(pair) for pair in ends]) for row, each in zip(rows, figures, strict=True)]
-        tables += [(tokens, buckets, cells)] if buckets else []
-    return tables
-
-
 def acceptance_depths(timing: list[Row]) -> list[Row]:
     """Add acceptance by depth to the row of every method that drafts, by temperature, the largest tau first.
 

@@ -31,7 +31,6 @@ SECTIONS = {
     "methods": "Methods",
     "categories": "By category",
     "depths": "Acceptance by depth",
-    "lengths": "Tau by length",
     "phases": "Where the time goes",
     "answers": "Answers, round by round",
     "training": "Training",
@@ -101,7 +100,6 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lenience_warning": None if all(row["lossless"] for row in summary) else sentences.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
-        "lengths": comparisons.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
         "vocabulary": [row for row in overall if row.get("decoded_coverage") is not None],
         "baseline_sentences": sentences.baseline_sentences(facts["baseline"]),

@@ -31,7 +31,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     ]
     summary += [entry | {"temperature": 1.0, "greedy_identical": None} for entry in summary]
     summary += [
-        row("small", "overall", **reduced, tau_by_position=[{"from": 16, "below": 32, "rounds": 5, "tau": 2.25}]),
+        row("small", "overall", **reduced),
         row("tree", "mt_bench"),
         row("fast", "overall", lossless=False, greedy_identical=None),
     ]

@@ -8,7 +8,6 @@ from support.records import made_up
 from support.report_facts import records_of
 
 from draftsmith.eval.bench.records import QuestionRecord
-from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.report.summary import (
     acceptance_by_depth,
     baseline_speeds,
@@ -18,7 +17,6 @@ from draftsmith.eval.report.summary import (
     shown_categories,
     summarize,
     summarize_timing,
-    tau_by_length,
 )
 from draftsmith.recipes.schema import Recipe
 
@@ -94,29 +92,6 @@ def build_question(number: int, category: str, seconds: float, baseline_seconds:
     answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
     answer.round_s, answer.draft_depths = [0.1] * rounds, [2] * rounds
     return record
-
-
-def test_tau_by_length_by_hand() -> None:
-    """Rounds after 1, 11, 16, 18 and 38 tokens of an answer to 120; and after 1 of one to 7."""
-    turns = [
-        AnswerRecord(accept_lengths=lengths, prompt_tokens=prompt)
-        for lengths, prompt in (([10, 5, 2, 20, 1], 120), ([4], 7))
-    ]
-    assert tau_by_length(turns) == {
-        "tau_by_context": [
-            {"from": 0, "below": 128, "rounds": 2, "tau": 7},
-            {"from": 128, "below": 256, "rounds": 4, "tau": 7},
-        ],
-        "tau_by_position": [
-            {"from": 0, "below": 16, "rounds": 3, "tau": pytest.approx(19 / 3)},
-            {"from": 16, "below": 32, "rounds": 2, "tau": 11},
-            {"from": 32, "below": 64, "rounds": 1, "tau": 1},
-        ],
-    }
-    category, overall = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 4.0)])[-2:]
-    assert "tau_by_context" not in category
-    # Three rounds a run, after 127, 130 and 133 tokens.
-    assert [(each["from"], each["rounds"]) for each in overall["tau_by_context"]] == [(0, 2), (128, 4)]
 
 
 def test_pooled_and_by_question_by_hand() -> None:
