@@ -275,7 +275,7 @@ class _Distillation:
                     break
                 if reason := self._too_long(len(prompt_ids)):
                     break
-                outcome = yield self._request(source, turns, prompt_ids, len(answers))
+                outcome = yield self._request(source, prompt_ids, len(answers))
                 if isinstance(outcome, Failure):
                     reason = outcome.reason
                     if not outcome.is_final:
@@ -304,12 +304,12 @@ class _Distillation:
         self.report.kept += 1
         self.report.shortened.update([reason] if reason else [])
 
-    def _request(self, source: Conversation, turns: list[Turn], prompt_ids: list[int], number: int) -> Request:
+    def _request(self, source: Conversation, prompt_ids: list[int], number: int) -> Request:
         """Return the request for an answer of a conversation, by the number of the answer from 0."""
         # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
         digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
         seed = int.from_bytes(digest[:8], "big") >> 1
-        return Request(source.id, prompt_ids, [turn.message for turn in turns], self._generation, seed, source.tools)
+        return Request(source.id, prompt_ids, self._generation, seed, source.tools)
 
     def _too_long(self, length: int) -> str | None:
         """Return the reason if a prompt of this length leaves no room for an answer.

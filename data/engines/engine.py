@@ -36,14 +36,13 @@ class Request:
     """Request for one answer.
 
     key: id of the conversation, unique among the requests in flight.
-    prompt_ids: the prompt through the target's chat template; messages: the same as OpenAI messages.
+    prompt_ids: the prompt through the target's chat template.
     seed: of this answer alone, for temperatures above 0; 63 bits.
     tools: offered by the prompt.
     """
 
     key: str
     prompt_ids: list[int]
-    messages: list[dict[str, Any]]
     settings: GenerationSettings
     seed: int
     tools: tuple[dict[str, Any], ...] = ()
@@ -55,13 +54,11 @@ class Completion:
 
     token_ids: with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
     text: without the end token; special tokens only around thoughts and calls. None: to be decoded from `token_ids`.
-    thoughts: of an answer without ids, if a server returned them in a separate field.
     """
 
     token_ids: list[int] | None
     finish_reason: FinishReason
     text: str | None = None
-    thoughts: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,11 @@ from draftsmith.data.tokens.chat_tokens import token_ids
 from draftsmith.data.tokens.templates import PROBE, TemplateProblem, render, special_ids
 from draftsmith.errors import MASK
 
-Api = Literal["completions", "chat"]
 REASON_CHARACTERS = 80
 OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
 MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
 # An answer's text, tokenised here, may have a few more tokens than the server generated, and rarely far fewer.
 MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
-OTHER_PROMPT = "the server's chat template made another prompt"
 OTHER_ANSWER = "answer of another prompt"
 CUT_EARLY = "answer ended by the server before max_new_tokens"
 CONTROL_TOKENS = "answer with control tokens"
@@ -80,25 +78,12 @@ class BoundedClient(httpx2.AsyncClient):
         return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
-class _ChatMessage(BaseModel):
-    """An answer; its thoughts may be separate, as `reasoning_content` or, from newer vLLM, `reasoning`."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
-
-
 class _Choice(BaseModel):
     """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
 
     index: Literal[0] = 0  # requests have n = 1
     finish_reason: str
     text: str | None = None
-    message: _ChatMessage | None = None
     token_ids: list[StrictInt] | None = None
     prompt_token_ids: list[StrictInt] | None = None  # vLLM's completions have them here
     stop_reason: int | str | None = None
@@ -140,7 +125,7 @@ class Vocabulary:
         return len(token_ids(self._tokenizer, text))
 
 
-def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
+def read_answer(content: bytes, request: Request, vocabulary: Vocabulary) -> Outcome:
     """Parse and check the body of a response.
 
     Token ids are cut after the first end token. If a stopped answer's ids contain no end token, its text is used
@@ -157,8 +142,6 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
         raise ServerFailure(f"malformed answer: {what}") from None
     choice = answer.choices[0]
     if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
-        if api == "chat":
-            return Failure(OTHER_PROMPT)
         raise ServerFailure(OTHER_ANSWER)  # from a proxy that mixes up connections: a retry may succeed
     if choice.finish_reason == "abort":
         raise ServerFailure("aborted by the server")
@@ -181,25 +164,17 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
             return Completion(ids, "stop")
         if choice.finish_reason == "length":
             return Completion(ids, "length") if len(ids) >= limit else Failure(CUT_EARLY)
-    # Servers leave the content out of an empty answer.
-    text = choice.text if choice.message is None else choice.message.content or ""
-    if text is None:
+    if (text := choice.text) is None:
         raise ServerFailure("malformed answer: no text")
-    thoughts = choice.message.thoughts if choice.message is not None else ""
-    return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
-
-
-def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
-    """Read an answer without token ids; its tokens are counted with the target's tokenizer."""
     # Control tokens in a text would become real ones, with loss, when it is tokenised. A tool call may begin with one.
     if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
         return Failure(CONTROL_TOKENS)
-    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
+    is_cut, tokens = choice.finish_reason == "length", vocabulary.count(text)
     if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
         raise ServerFailure("malformed answer: longer than max_new_tokens")
     if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
         return Failure(CUT_EARLY)
-    return Completion(None, "length" if is_cut else "stop", text, thoughts)
+    return Completion(None, "length" if is_cut else "stop", text)
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:

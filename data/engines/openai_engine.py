@@ -21,7 +21,6 @@ import base64
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Coroutine
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx2
@@ -29,10 +28,8 @@ import openai
 from pydantic import Field, field_validator
 from tqdm import tqdm
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
+from draftsmith.data.engines.engine import EngineSetting, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.engines.openai_answers import (
-    OTHER_PROMPT,
-    Api,
     BoundedClient,
     RequestRefused,
     ServerFailure,
@@ -43,7 +40,7 @@ from draftsmith.data.engines.openai_answers import (
     refusal_reason,
 )
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.templates import PROBE, joined_thoughts
+from draftsmith.data.tokens.templates import PROBE
 from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError, read_api_key, read_secret
 from draftsmith.recipes.schema import Section
 
@@ -51,21 +48,18 @@ NO_KEY = "none"  # servers without a key ignore it; without one the client would
 CONNECT_TIMEOUT_S = 10.0
 # These concern one request. All others from 400 on concern all requests.
 REQUEST_REFUSED = {400, 413, 422, 451}
-TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
-THOUGHTS_APART = "the server gives reasoning_content, which the target's chat template does not write"
 
 
 class OpenAIOptions(Section):
     """`data.distill.options` of `engine: openai`."""
 
-    answer_keys: ClassVar[set[str]] = {"model", "api"}
+    answer_keys: ClassVar[set[str]] = {"model"}
     base_urls: list[str] = Field(
         min_length=1, description="URL of every server, ending in /v1; all must serve the same model"
     )
     model: str | None = Field(
         None, description="name of the model on the servers; by default the only one that they offer"
     )
-    api: Api = Field("completions", description="API to use: `completions` sends token ids, `chat` sends the messages")
     extensions: bool = Field(
         True,
         description="also send the request fields that only vLLM has; false for servers that reject unknown fields",
@@ -136,22 +130,15 @@ class OpenAIEngine:
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
-        self._template_kwargs = setting.recipe.target.chat_template_kwargs
         if not options.extensions and setting.recipe.data.distill.top_k > 0:
             raise UserError(
                 "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
                 f"{self.option('extensions')}: true"
             )
-        if not options.extensions and self._template_kwargs and options.api == "chat":
-            raise UserError(
-                "OpenAI's chat API takes no target.chat_template_kwargs: use a vLLM server with "
-                f"{self.option('extensions')}: true, or {self.option('api')}: completions"
-            )
-        self.options, self._tokenizer, self._vocabulary = options, setting.tokenizer, Vocabulary(setting)
+        self.options, self._vocabulary = options, Vocabulary(setting)
         self._trial = Request(
             key="",
             prompt_ids=prompt_token_ids(setting.tokenizer, PROBE[:1]),
-            messages=[turn.message for turn in PROBE[:1]],
             settings=GenerationSettings(max_new_tokens=1),
             seed=0,
         )
@@ -304,16 +291,10 @@ class OpenAIEngine:
             ours = one_line(self._model)
             raise UserError(f"{server.url} serves {names}, not {ours}: every server must serve the same model")
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
-        if outcome == Failure(OTHER_PROMPT):
-            raise UserError(
-                f"{server.url} renders `{PROBE[0].content}` with another chat template than the "
-                f"target's: set {self.option('api')}: completions"
-            )
         if isinstance(outcome, Failure):
             raise UserError(
                 f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
-                f"vLLM's fields set {self.option('extensions')}: false, for a server that takes no token ids set "
-                "api: chat"
+                f"vLLM's fields set {self.option('extensions')}: false; it must take token ids as the prompt"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
@@ -322,29 +303,19 @@ class OpenAIEngine:
     async def complete(self, server: Server, request: Request) -> Outcome:
         """Send a request to a server and return its outcome.
 
-        Thoughts that the server returns in a separate field are put before the text, as the target generates them.
-
         Raises:
             ServerFailure: The server does not answer, or its response is malformed.
             UserError: The server rejects the key, the URL or the model, which all requests share.
         """
-        api = self.options.api
-        if request.tools and api == "chat":  # where servers read calls each in its own way, or not at all
-            return Failure(TOOLS_IN_CHAT)
-        endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
+        endpoint: Any = server.client.completions.with_raw_response
         try:
-            response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
+            response = await self.response(server, endpoint.create(**self.arguments(request)))
         except RequestRefused as refusal:
             return Failure(str(refusal), is_final=True)
-        answer = read_answer(response.content, request, api, self._vocabulary)
-        if not isinstance(answer, Completion) or not answer.thoughts:
-            return answer
-        content = answer.text or ""
-        joined = joined_thoughts(self._tokenizer, answer.thoughts, content) if content.strip() else content
-        return Failure(THOUGHTS_APART) if joined is None else replace(answer, text=joined, thoughts="")
+        return read_answer(response.content, request, self._vocabulary)
 
     def arguments(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of the client's `completions.create` or `chat.completions.create`.
+        """Return the arguments of the client's `completions.create`.
 
         With `extensions` they have fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
         returning token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
@@ -353,14 +324,13 @@ class OpenAIEngine:
         settings = request.settings
         arguments: dict[str, Any] = {
             "model": self._model,
+            "prompt": "",
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
         }
-        is_chat = self.options.api == "chat"
         # The client would check each token id of a `prompt` argument, which takes five times as long as all the rest.
-        body: dict[str, Any] = {} if is_chat else {"prompt": request.prompt_ids}
-        arguments |= {"messages": request.messages} if is_chat else {"prompt": ""}
+        body: dict[str, Any] = {"prompt": request.prompt_ids}
         if settings.temperature > 0:
             arguments["seed"] = request.seed
         if self.options.extensions:
@@ -369,7 +339,6 @@ class OpenAIEngine:
                 "stop_token_ids": list(self._vocabulary.end_ids),
                 "return_token_ids": True,
             }
-            body |= {"chat_template_kwargs": self._template_kwargs} if is_chat and self._template_kwargs else {}
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return arguments | {"extra_body": body}
 

@@ -6,7 +6,7 @@ under the name that the template reads, or in the content between `<think>` and 
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -308,24 +308,6 @@ def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
         if MARK in _probe(tokenizer, template, [question, answer | _with_thoughts(field, MARK, answer["content"])]):
             return field
     return None
-
-
-def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
-    """Return an answer with its thoughts as the target generates both, which a server gave apart.
-
-    Returns:
-        The text that the template writes after the prompt, its end token left out; None if the template does not write
-        thoughts, or writes another prompt before them.
-    """
-    probe = (PROBE[0], replace(PROBE[1], reasoning_content=MARK))
-    try:
-        prompt = render(tokenizer, probe[:1], add_generation_prompt=True)
-        text = render(tokenizer, probe)
-    except TemplateProblem:
-        return None
-    before, _, rest = text.removeprefix(prompt).partition(MARK)
-    between, is_written, _ = rest.partition(PROBE[1].content)
-    return before + thoughts.strip("\n") + between + content if is_written and text.startswith(prompt) else None
 
 
 def missing_header_sentence(tokenizer: Any) -> str:

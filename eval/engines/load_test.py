@@ -226,7 +226,7 @@ def send_questions(
                 return
             own_seed = request_seed(seed, 0, question.question_id, turn, f"engine@{settings.temperature:g}")
             bounded = replace(settings, max_new_tokens=min(most, room))
-            answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, [], bounded, own_seed))
+            answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, bounded, own_seed))
             if isinstance(answer, Failure):
                 result.failures[answer.reason] += 1
                 return

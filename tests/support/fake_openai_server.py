@@ -1,7 +1,7 @@
 """An OpenAI-compatible server in a thread: deterministic answers, and faults on demand.
 
-Its answer is a function of the prompt's ids (completions) or of the last message (chat), so a test knows the answer of
-every request, whichever server gives it and however often it is sent.
+Its answer is a function of the prompt's ids, so a test knows the answer of every request, whichever server gives it and
+however often it is sent.
 """
 
 import contextlib
@@ -104,26 +104,23 @@ class FakeServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(2)
 
-    def answer(self, path: str, body: dict[str, Any]) -> Fault:
+    def answer(self, body: dict[str, Any]) -> Fault:
         """Return the ordinary response."""
-        chat = path.endswith("/chat/completions")
         if self.fields is not None and (unknown := sorted(body.keys() - self.fields)):
             return Fault(400, body={"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})
-        prompt = body["messages"][-1] if chat else body["prompt"]
-        ids = answer_ids(prompt)[: body["max_tokens"]]
+        ids = answer_ids(body["prompt"])[: body["max_tokens"]]
         stopped = ids[-1] == END_ID
         text = " ".join(map(str, ids[:-1] if stopped else ids))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length"}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length", "text": text}
         if self.token_ids and body.get("return_token_ids"):
-            choice |= {"token_ids": ids} if chat else {"token_ids": ids, "prompt_token_ids": prompt}  # as vLLM
+            choice |= {"token_ids": ids, "prompt_token_ids": body["prompt"]}  # as vLLM
         return Fault(body={"object": "text_completion", "model": self.model, "choices": [choice]})
 
-    def _post(self, path: str, body: dict[str, Any], headers: Message) -> Fault:
+    def _post(self, body: dict[str, Any], headers: Message) -> Fault:
         if body["max_tokens"] == 1:
             if self.check_fault is not None:
                 time.sleep(self.check_fault.delay_s)
-            return self.check_fault or self.answer(path, body)
+            return self.check_fault or self.answer(body)
         with self._lock:
             self.requests.append(body)
             self.headers.append(headers)
@@ -135,7 +132,7 @@ class FakeServer:
             if fault is not None:
                 time.sleep(fault.delay_s)
             if fault is None or fault == Fault(delay_s=fault.delay_s, drip_s=fault.drip_s):
-                return replace(self.answer(path, body), drip_s=fault.drip_s if fault else 0.0)
+                return replace(self.answer(body), drip_s=fault.drip_s if fault else 0.0)
             return fault
         finally:
             with self._lock:
@@ -166,10 +163,10 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path not in ("/v1/completions", "/v1/chat/completions"):
+                if self.path != "/v1/completions":
                     self._send(Fault(404, body={"detail": "Not Found"}))
                     return
-                self._send(server._post(self.path, body, self.headers))
+                self._send(server._post(body, self.headers))
 
             def _send(self, response: Fault) -> None:
                 data = response.body if isinstance(response.body, bytes) else json.dumps(response.body).encode()

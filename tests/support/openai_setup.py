@@ -70,10 +70,7 @@ def setting(target: dict[str, Any] | None = None, **distill: Any) -> EngineSetti
 
 def requests(count: int, **sampling: Any) -> list[Request]:
     drawn = GenerationSettings(**{"max_new_tokens": 32, **sampling})
-    return [
-        Request(f"c{n}", [5, 6, n], [{"role": "user", "content": f"question {n}"}], drawn, seed=2**62 + n)
-        for n in range(count)
-    ]
+    return [Request(f"c{n}", [5, 6, n], drawn, seed=2**62 + n) for n in range(count)]
 
 
 def run(engine: Engine, batch: list[Request]) -> dict[str, Outcome]:

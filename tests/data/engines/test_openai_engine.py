@@ -6,11 +6,9 @@ import threading
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.chat_families import FAMILIES
 from support.fake_openai_server import END_ID, Fault, answer_ids
 from support.openai_setup import (
     TOKENIZER,
@@ -62,40 +60,8 @@ def test_sampling_seed_and_key_are_sent(
         start_engine(server, api_key_env="NO_SUCH_KEY")
 
 
-def test_servers_without_token_ids_return_texts(start_server: StartServer, start_engine: StartEngine) -> None:
-    server = start_server(token_ids=False)
-    asked = requests(3)
-    ids = {request.key: answer_ids(request.messages[-1])[:-1] for request in asked}
-    assert run(start_engine(server, api="chat"), asked) == {
-        key: Completion(None, "stop", " ".join(map(str, answer))) for key, answer in ids.items()
-    }
-    assert "prompt" not in server.requests[0]
-    assert server.requests[0]["messages"] in [request.messages for request in asked]
-
-
-def test_tools_need_prompts_as_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
-    tools = ({"type": "function", "function": {"name": "sky"}},)
-    (plain, asked) = requests(2)
-    asked = replace(asked, tools=tools)
-    sent = run(start_engine(start_server(), api="completions"), [plain, asked])
-    assert sent == right_answers([plain, asked])
-    refused = run(start_engine(start_server(), api="chat"), [plain, asked])
-    assert isinstance(refused[plain.key], Completion)
-    assert refused[asked.key] == Failure("a conversation with tools needs data.distill.options.api: completions")
-
-
-def test_chat_template_variables_are_sent_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:
-    """Prompts as ids are rendered already; a server that renders messages needs the variables."""
-    switch = {"chat_template_kwargs": {"enable_thinking": False}}
-    for api, sent in (("chat", switch["chat_template_kwargs"]), ("completions", None)):
-        server = start_server()
-        run(start_engine(server, api=api, target=switch), requests(1))
-        assert server.requests[-1].get("chat_template_kwargs") == sent
-    with pytest.raises(UserError, match=r"server with data.distill.options.extensions: true, or .*api: completions"):
-        start_engine(start_server(), api="chat", extensions=False, target=switch)
-
-
 def test_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Without them it returns texts."""
     server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
     with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
         start_engine(server)
@@ -136,23 +102,6 @@ def test_end_of_an_answer_decides_its_outcome(
     answer = {"choices": [{"finish_reason": "stop", "text": "11 12", **choice}]}
     server = start_server(lambda body, number: Fault(body=answer))
     assert run(start_engine(server), requests(1, max_new_tokens=4)) == {"c0": outcome}
-
-
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_in_a_separate_field(start_server: StartServer, start_engine: StartEngine, field: str) -> None:
-    """They join the text as the target's template writes them, and an answer cut within them is not too short."""
-    message = {"role": "assistant", "content": "Hello", field: "hm"}
-    choice = {"finish_reason": "stop", "message": message}
-    engine = start_engine(start_server(lambda body, number: Fault(body={"choices": [choice]})), api="chat")
-    refused = "the server gives reasoning_content, which the target's chat template does not write"
-    assert run(engine, requests(1)) == {"c0": Failure(refused)}
-    engine._tokenizer = FAMILIES["Qwen3"].tokenizer()
-    assert run(engine, requests(1)) == {"c0": Completion(None, "stop", "<think>\nhm\n</think>\n\nHello")}
-    message |= {"content": "", field: "so and so on"}
-    assert run(engine, requests(1)) == {"c0": Completion(None, "stop", "")}
-    choice["finish_reason"] = "length"
-    assert run(engine, requests(1, max_new_tokens=4)) == {"c0": Completion(None, "length", "")}
-    assert run(engine, requests(1, max_new_tokens=400)) == {"c0": Failure(CUT_EARLY)}
 
 
 def response_body(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:
@@ -392,11 +341,3 @@ def test_closing_with_requests_in_flight_is_quick_and_quiet(
         engine.close()
     assert time.monotonic() - began < 5
     assert capsys.readouterr().err == ""
-
-
-def test_other_chat_template_of_the_server_is_reported(start_server: StartServer, start_engine: StartEngine) -> None:
-    server = start_server()
-    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "message": {"content": "x"}}]}
-    server.check_fault = Fault(body=answer)
-    with pytest.raises(UserError, match=r"another chat template than the target's: set .*api: completions"):
-        start_engine(server, api="chat")

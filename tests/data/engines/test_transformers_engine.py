@@ -31,7 +31,7 @@ def make_engine(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS
 
 
 def generate_answers(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
-    batch = [Request(str(key), prompt, [], settings, seed + key) for key, prompt in enumerate(PROMPTS)]
+    batch = [Request(str(key), prompt, settings, seed + key) for key, prompt in enumerate(PROMPTS)]
     outcomes: dict[str, Any] = run(engine, batch)
     return [outcomes[request.key] for request in batch]
 
@@ -76,7 +76,7 @@ def test_next_turn_continues_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
     )
     prompts, turns = dict(enumerate(PROMPTS)), Counter()  # type: ignore[var-annotated]
     for key, prompt in prompts.items():
-        engine.submit(Request(str(key), prompt, [], settings, key))
+        engine.submit(Request(str(key), prompt, settings, key))
     while len(turns) < len(PROMPTS) or min(turns.values()) < 3:
         for name, outcome in engine.collect():
             assert isinstance(outcome, Completion)
@@ -86,13 +86,13 @@ def test_next_turn_continues_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
             turns[key] += 1
             if turns[key] < 3:
                 prompts[key] = [*prompts[key], *outcome.token_ids, 9, 50 + key]
-                engine.submit(Request(name, prompts[key], [], settings, 10 * turns[key] + key))
+                engine.submit(Request(name, prompts[key], settings, 10 * turns[key] + key))
     hook.remove()
     # A first turn is prefilled whole, a later one from its answer's last token on: that and two tokens.
     assert sorted(n for n in read if n > 1) == sorted([len(p) for p in PROMPTS if len(p) > 1] + [3] * 10)
     alone = make_engine(tiny_llama, 1, ends)
     for (prompt, seed), outcome in asked.items():
-        alone.submit(Request("x", list(prompt), [], settings, seed))
+        alone.submit(Request("x", list(prompt), settings, seed))
         assert alone.collect() == [("x", outcome)]
 
 
@@ -104,7 +104,7 @@ def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
     target.generation_config.repetition_penalty = 5.0
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
     settings = GenerationSettings(max_new_tokens=8)
-    batch = [Request(str(key), prompt, [], settings, 0) for key, prompt in enumerate(prompts)]
+    batch = [Request(str(key), prompt, settings, 0) for key, prompt in enumerate(prompts)]
     outcomes = run(make_engine(target, 3, ()), batch)
     for key, prompt in enumerate(prompts):
         ids = [*prompt]
@@ -121,7 +121,7 @@ def test_rows_keep_their_recurrent_states(name: str) -> None:
     waiting = {str(key): (prompt, list(new_tokens)) for key, prompt in enumerate(prompts)}
     for key, (prompt, lengths) in waiting.items():
         lengths[:] = lengths[int(key) % 3 :] + lengths[: int(key) % 3]
-        engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
+        engine.submit(Request(key, prompt, GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
     answers = 0
     while answers < len(prompts) * len(new_tokens):
         for key, outcome in engine.collect():
@@ -131,7 +131,7 @@ def test_rows_keep_their_recurrent_states(name: str) -> None:
             answers += 1
             prompt += [*outcome.token_ids, 9, 50]
             if lengths:
-                engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
+                engine.submit(Request(key, prompt, GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
 
 
 def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
@@ -139,7 +139,7 @@ def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> No
     every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
     alone = [generate_answers(make_engine(tiny_llama, 1, ()), settings) for settings in every]
     batch = [
-        Request(f"{number}.{key}", prompt, [], settings, 3 + key)
+        Request(f"{number}.{key}", prompt, settings, 3 + key)
         for number, settings in enumerate(every)
         for key, prompt in enumerate(PROMPTS)
     ]

@@ -71,10 +71,7 @@ def questions(count: int, **sampling: Any) -> list[Request]:
     batch = [question.turns[0] for question in load_questions("embedded")][:count]
     assert len(batch) == count
     return [
-        Request(
-            f"q{n}", prompt_token_ids(TOKENIZER, [Turn("user", text)]), [{"role": "user", "content": text}], drawn, n
-        )
-        for n, text in enumerate(batch)
+        Request(f"q{n}", prompt_token_ids(TOKENIZER, [Turn("user", text)]), drawn, n) for n, text in enumerate(batch)
     ]
 
 
@@ -126,17 +123,16 @@ def test_greedy_answers_equal_the_targets(target: Any, vllm_engine: Engine) -> N
     assert len(different) <= 2
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_server_gives_the_same_greedy_answers(target: Any, server_url: str, api: str) -> None:
+def test_server_gives_the_same_greedy_answers(target: Any, server_url: str) -> None:
     batch = questions(32)
-    options = {"base_urls": [server_url], "api": api, "concurrency_per_server": 16}
+    options = {"base_urls": [server_url], "concurrency_per_server": 16}
     with open_engine(setting("openai", **options)) as engine:
         assert (engine.concurrency, engine.max_length_tokens) == (16, 512)
         assert_greedy_by_the_target(target, batch, run(engine, batch))
 
 
 def test_only_the_too_long_prompt_fails(vllm_engine: Engine) -> None:
-    long = Request("long", [5] * 600, [], GenerationSettings(max_new_tokens=8), 0)
+    long = Request("long", [5] * 600, GenerationSettings(max_new_tokens=8), 0)
     outcomes = run(vllm_engine, [long, *questions(2)])
     refused = outcomes["long"]
     assert isinstance(refused, Failure)

@@ -2,7 +2,7 @@
 
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, LLAMA31, QWEN3, Family
+from support.chat_families import LLAMA31, Family
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
@@ -11,7 +11,6 @@ from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import (
     TemplateRefusal,
     answer_form,
-    joined_thoughts,
     missing_header_sentence,
     render,
 )
@@ -26,23 +25,6 @@ def test_answer_header_missing_from_the_generation_prompt() -> None:
     assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
     for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
         assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
-
-
-@pytest.mark.parametrize(
-    ("family", "joined"),
-    [("Qwen3", "<think>\nhm\n</think>\n\nHello"), ("field", "<think>\nhm\n</think>\n\nHello"),
-     ("R1", None), ("Llama 3", None), ("Qwen3, no thoughts", None)],
-)  # fmt: skip
-def test_separate_thoughts_join_the_answer(family: str, joined: str | None) -> None:
-    assert joined_thoughts(({**FAMILIES, "field": FIELD_OF_THOUGHTS})[family].tokenizer(), "\nhm\n", "Hello") == joined
-
-
-def test_opening_tag_in_the_prompt_carries_no_loss() -> None:
-    """The target does not generate the end of its prompt."""
-    opened = QWEN3.replace(
-        "'<|im_start|>assistant\n' }}{% if enable", "'<|im_start|>assistant\n<think>\n' }}{% if enable"
-    )
-    assert joined_thoughts(Family(opened, "<|im_end|>").tokenizer(), "hm", "Hello") == "hm\n</think>\n\nHello"
 
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{% generation%}", "{%generation-%}", "{%-  generation  %}"])

@@ -31,7 +31,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request(number: int = 0, max_new_tokens: int = 7) -> Request:
-    return Request(f"{number}/0", [5, 6], [], GenerationSettings(max_new_tokens=max_new_tokens), 0)
+    return Request(f"{number}/0", [5, 6], GenerationSettings(max_new_tokens=max_new_tokens), 0)
 
 
 def test_answer_is_streamed_in_pieces() -> None:

@@ -140,9 +140,7 @@ def test_distillation_is_not_limited_by_the_window(name: str) -> None:
     engine = TransformersEngine(target, 3, 60, ())
     prompts = [[5, 9, 30], list(range(3, 25)), [8], [11, 12, 13, 14, 15, 16, 17]]
     settings = GenerationSettings(max_new_tokens=14)
-    outcomes: dict[str, Any] = run(
-        engine, [Request(str(key), each, [], settings, key) for key, each in enumerate(prompts)]
-    )
+    outcomes: dict[str, Any] = run(engine, [Request(str(key), each, settings, key) for key, each in enumerate(prompts)])
     for key, prompt in enumerate(prompts):
         answer = outcomes[str(key)].token_ids
         assert len(answer) == 14
