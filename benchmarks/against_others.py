@@ -252,11 +252,11 @@ def get_ready(session: TargetSession, methods: list[Arm], workload: Workload) ->
     """Compile everything before anything is timed."""
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
-    if session.compiled is not None:
+    if session.forward.compiler is not None:
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
             generate(session, measured.method, workload.prompts[0], GREEDY, workload.tokens, workload.end_ids)
-        session.compiled.keep_sizes()
+        session.forward.keep_sizes()
 
 
 @exit_with_one_sentence()

@@ -182,7 +182,7 @@ def show_proof(proof: Proof) -> None:
             console.print(
                 f"{greedy.method}, question {each.question_id}, token {each.position}: {each.found} instead of "
                 f"{each.expected}; its logit is {each.gap:.2e} below the largest, noise {each.noise:.2e}: "
-                + ("a tie" if each.is_tie else "[bold red]a bug[/bold red]")
+                + ("a tie" if each.is_tie else "[bold red]no tie[/bold red], another token than the target's own")
             )
     columns = ("method", "T", "tokens", "impossible", f"chi-square ({BINS - 1} df)", "p-value", "holds")
     tested = [

@@ -5,6 +5,7 @@ Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads i
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -78,84 +79,104 @@ def compiled(
     return call
 
 
-class StaticCall:
-    """A function of tensors that stay in their places: compiled for their shapes, and on CUDA recorded as a CUDA graph.
+class Graphs:
+    """A function of tensors, compiled once for every number of rows; on CUDA each is recorded as a CUDA graph.
 
-    The caller writes into `inputs` first. The results are in memory that the next call overwrites: copy what is kept
-    longer. The function must give the same if it is called twice.
+    Its inputs have memory of their own, into which a call copies what it is given. The results are in memory that the
+    next call overwrites: copy what is kept longer. The function must give the same if it is called twice.
 
-    The graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer
-    before it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. Where recording
-    fails, the compiled function runs without a graph.
+    A graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer before
+    it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. Where recording fails,
+    the compiled function runs without a graph.
 
     Args:
-        function: Takes `inputs`.
-        inputs: On one device.
+        function: Takes tensors on the device, whose first dimensions are rows.
         what: Its name to the user.
+        must: Whether a function that cannot be compiled is an error. Otherwise it runs as it is, after a warning.
     """
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Tensor], what: str, backend: str = BACKEND
+        self,
+        function: Callable[..., Any],
+        what: str,
+        device: torch.device,
+        backend: str = BACKEND,
+        must: bool = False,
     ) -> None:
-        self.inputs, self.device = tuple(inputs), inputs[0].device
-        self._function, self._what, self._backend = function, what, backend
-        self._num_calls, self._works = 0, True
-        self._fast: Callable[[], Any] = self._first_results
+        self._function, self._what, self._device, self._backend, self._must = function, what, device, backend, must
+        self._inputs: dict[int, list[Tensor]] = {}
+        self._calls: dict[int, Callable[[], Any]] = {}
+        self._num_calls: Counter[int] = Counter()
+        self.works = True
 
-    def __call__(self) -> Any:
-        """Return the function's results.
+    def __call__(self, rows: int, *inputs: Tensor | Sequence[Tensor]) -> Any:
+        """Return the function's results for `rows` rows.
+
+        Args:
+            inputs: On the device, or as `for_device` returns them; several tensors as one follow each other. Rows that
+                they do not have keep earlier values.
 
         Raises:
-            UserError: It cannot be compiled.
+            UserError: The function cannot be compiled, and must be.
         """
+        parts = [[each] if isinstance(each, Tensor) else each for each in inputs]
+        if rows not in self._inputs:
+            self._inputs[rows] = [
+                torch.zeros(rows, *part.shape[1:], dtype=part.dtype, device=self._device) for part, *_ in parts
+            ]
+        for held, given in zip(self._inputs[rows], parts, strict=True):
+            first = 0
+            for part in given:
+                held[first : first + len(part)].copy_(part, non_blocking=True)
+                first += len(part)
+        if self.works:
+            try:
+                return self._run(rows)
+            except UserError as error:
+                if self._must:
+                    raise
+                logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
+                self.works = False
+        return self._function(*self._inputs[rows])
+
+    def _run(self, rows: int) -> Any:
         try:
-            results = self._fast()
+            results = self._calls[rows]() if rows in self._calls else self._first_results(rows)
         except (UserError, torch.OutOfMemoryError):
             raise
         # Dynamo's and inductor's errors; on CUDA also those of Triton, a missing C compiler and a replay, of many
         # types, in one of the first calls.
         except Exception as error:
-            is_first = self.device.type == "cuda" and self._num_calls < FIRST_CALLS
+            is_first = self._device.type == "cuda" and self._num_calls[rows] < FIRST_CALLS
             if not isinstance(error, TorchDynamoException) and not is_first:
                 raise
             raise _cannot_compile(self._what, error) from error
-        self._num_calls += 1
+        self._num_calls[rows] += 1
         return results
 
-    def results(self) -> Any:
-        """Return the function's results, or None if it cannot be compiled, with a warning the first time."""
-        if not self._works:
-            return None
-        try:
-            return self()
-        except UserError as error:
-            logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
-            self._works = False
-            return None
-
-    def _first_results(self) -> Any:
+    def _first_results(self, rows: int) -> Any:
         """Compile, and on CUDA record a graph; return the results of the first call."""
-        fast = _compile(self._function, self._backend, dynamic=False)
-        results = _first_call(lambda: fast(*self.inputs), self._what, self._backend)
-        self._fast = lambda: fast(*self.inputs)
-        if self.device.type == "cuda":
-            try:
-                replay, recorded = record_graph(self._fast, self.device)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # of many types too
-                logger.warning(
-                    "%s cannot be recorded as a CUDA graph (%s); running without one", self._what, _in_short(error)
-                )
-                return self._fast()
+        inputs, fast = self._inputs[rows], _compile(self._function, self._backend, dynamic=False)
+        results = _first_call(lambda: fast(*inputs), self._what, self._backend)
+        self._calls[rows] = lambda: fast(*inputs)
+        if self._device.type != "cuda":
+            return results
+        try:
+            replay, recorded = record_graph(self._calls[rows], self._device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of many types too
+            logger.warning(
+                "%s cannot be recorded as a CUDA graph (%s); running without one", self._what, _in_short(error)
+            )
+            return self._calls[rows]()
 
-            def replayed() -> Any:
-                replay()
-                return recorded
+        def replayed() -> Any:
+            replay()
+            return recorded
 
-            self._fast = replayed
-            return replayed()
-        return results
+        self._calls[rows] = replayed
+        return replayed()
 
 
 def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:

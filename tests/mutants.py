@@ -55,15 +55,15 @@ MUTANTS = (
     Mutant(
         "the KV cache keeps the first nodes, not the path's",
         "models/decoding/kv_cache.py",
-        "source = to_device(path[in_place:], self.keys.device) + start",
-        "source = torch.arange(in_place, len(path)) + start",
-        "tests/eval/decoding/test_shared_session.py",
+        "source = to_device(path[in_place:], self.keys.device) + self.length",
+        "source = torch.arange(in_place, len(path)) + self.length",
+        "tests/models/kernels/test_cpu_kernels.py",
     ),
     Mutant(
         "position ids of a tree's nodes count on",
-        "eval/decoding/session.py",
-        "positions = [lengths[number] + depth for number, shape in shapes for depth in shape.depths]",
-        "positions = [lengths[number] + node for number, shape in shapes for node in range(len(shape))]",
+        "models/decoding/forward.py",
+        "numbers[:, 0], numbers[:, 1] = torch.tensor(depths) + length, length",
+        "numbers[:, 0], numbers[:, 1] = torch.arange(num_rows) + length, length",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(

@@ -131,7 +131,7 @@ def rounds_of(session: TargetSession, method: Method) -> Work:
     """Begin an endless answer, and return the work of one round of it."""
     generation = Generation(method, GREEDY, session.max_length_tokens)
     torch.inference_mode()(generation.begin)(session, PROMPT)
-    return torch.inference_mode()(lambda: decode_round(session, [generation]))
+    return torch.inference_mode()(lambda: decode_round(session, generation))
 
 
 def drafts_and_rounds(step: Step, session: TargetSession, target: Any) -> None:

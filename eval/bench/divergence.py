@@ -103,8 +103,10 @@ def divergence_at(
 def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[int], block_tokens: int) -> Tensor:
     """Return the logits [V] after the answer, computed block by block."""
     step = session.prefill(prompt)
-    for start in range(0, len(answer), block_tokens):
-        block = answer[start : start + block_tokens]
+    start = 0
+    while start < len(answer):
+        block = answer[start : start + min(block_tokens, session.deepest_draft + 1)]
+        start += len(block)
         step = session.forward_tree(DraftTree(block, TreeShape.chain(len(block) - 1)))
         session.commit(list(range(len(block))))
     return step.logits[-1]

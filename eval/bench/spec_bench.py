@@ -113,12 +113,12 @@ class SpecBench:
         for measured in methods:  # so that the compiled target returns the feature layers of all methods
             self.session.read_layers(measured.feature_layers)
         # Compiling itself must not be measured.
-        compiled = self.session.compiled
-        for question in self.questions[: max(warmup_questions, int(compiled is not None))]:
+        is_compiled = self.session.forward.compiler is not None
+        for question in self.questions[: max(warmup_questions, int(is_compiled))]:
             for measured in methods:
                 self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
-        if compiled is not None:
-            compiled.keep_sizes()
+        if is_compiled:
+            self.session.forward.keep_sizes()
         total = runs * len(questions)
         with progress_bar(total, "measure", "question", initial=total - len(missing), shown=number == 0) as progress:
             for run, index, question in missing:

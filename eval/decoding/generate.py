@@ -2,7 +2,7 @@
 
 A tree is run by the target in one forward, and walked on the host. On a GPU a round waits once for what was verified,
 at T > 0 for a few numbers more (`verify.py`). What was drafted is read with it if it is a chain, or, at T = 0, a static
-or best-first tree without lookups; other trees are made on the host, which waits once for their draft, or once a level.
+tree; other trees are made on the host, which waits once for their draft, or once a level.
 
 The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
 a stop string, or beyond the limit are cut and count nowhere.
@@ -13,7 +13,7 @@ Shapes: P prompt, N tree nodes, n new tokens, F features, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.eval.trees.verify import DraftTree, Verification, verify
 from draftsmith.models.decoding.decoders import TokenColumns
 from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.sampling import Sampling, first_token
 
 
@@ -139,15 +140,15 @@ class Generation:
     lenience: float = 1.0
 
     def __post_init__(self) -> None:
-        self.record, self.finished, self.sequence = AnswerRecord(), False, 0
+        self.record, self.finished = AnswerRecord(), False
         if self.method.columns.ids is not None:
             self.record.outside_tokens, self.record.ended_outside = 0, []
 
     def begin(self, session: TargetSession, prompt_ids: list[int]) -> Tensor:
-        """Read the prompt in the session's current sequence, and add the first token; returns the features [P, F]."""
+        """Read the prompt, and add the first token; returns the features [P, F] of the prompt."""
         started_s = time.perf_counter()
         step = session.prefill(prompt_ids)
-        self.sequence, self.record.prompt_tokens = session.current, len(prompt_ids)
+        self.record.prompt_tokens = len(prompt_ids)
         self._keep([first_token(step.logits[-1], self.sampling, self.generator)])
         self.record.first_token_s = time.perf_counter() - started_s
         self.method.start(prompt_ids, step.features)
@@ -155,9 +156,9 @@ class Generation:
         self.record.prefill_s = time.perf_counter() - started_s
         return step.features
 
-    def draft(self) -> DraftTree:
-        """Draft a tree no deeper than the remaining token budget."""
-        return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
+    def draft(self, deepest: int) -> DraftTree:
+        """Draft a tree no deeper than `deepest`, and than the remaining token budget."""
+        return self.method.propose().cut_to_depth(min(deepest, self.max_new_tokens - len(self.record.ids) - 1))
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
         """Choose the accepted path of a draft tree, by p at every node and the q of its children."""
@@ -193,31 +194,27 @@ class Generation:
         return len(record.ids) - before
 
 
-def decode_round(
-    session: TargetSession, generations: Sequence[Generation], mark: Callable[[], None] = lambda: None
-) -> list[Round]:
-    """Run one round of a generation, or of several that share the target's forward: draft, verify, commit.
+@without_cudnn_attention()
+def decode_round(session: TargetSession, generation: Generation, mark: Callable[[], None] = lambda: None) -> Round:
+    """Run one round of a generation: draft, verify, commit.
 
-    p is the target's distribution at a node of a draft tree, q the drafter's, which drew the node's children. Called in
-    `torch.inference_mode`.
+    p is the target's distribution at a node of the draft tree, q the drafter's, which drew the node's children. Called
+    in `torch.inference_mode`.
 
     Args:
-        mark: Called after the draft, after the target's forward, and after the choice of the accepted paths.
+        mark: Called after the draft, after the target's forward, and after the choice of the accepted path.
     """
-    # 1. Draft: a tree of tokens for each, chosen or drawn by q.
-    trees = [each.draft() for each in generations]
+    # 1. Draft: a tree of tokens, chosen or drawn by q.
+    tree = generation.draft(session.deepest_draft)
     mark()
-    # 2. Verify: p at all nodes of all trees in one forward, then the path that p and q accept.
-    steps = session.forward_trees([(each.sequence, tree) for each, tree in zip(generations, trees, strict=True)])
+    # 2. Verify: p at all nodes of the tree in one forward, then the path that p and q accept.
+    step = session.forward_tree(tree)
     mark()
-    verifications = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
+    verification = generation.choose(tree, step)
     mark()
     # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
-    rounds = []
-    for each, tree, step, verification in zip(generations, trees, steps, verifications, strict=True):
-        session.commit(verification.path, each.sequence)
-        rounds.append(each.commit(tree, step, verification))
-    return rounds
+    session.commit(verification.path)
+    return generation.commit(tree, step, verification)
 
 
 @torch.inference_mode()
@@ -252,7 +249,7 @@ def generate(
     generation.begin(session, prompt_ids)
     clock.mark()
     while not generation.finished:
-        (round_,) = decode_round(session, [generation], clock.mark)
+        round_ = decode_round(session, generation, clock.mark)
         if on_round is not None:
             on_round(round_)
         clock.mark()

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting
-from draftsmith.models.decoding.cached_model import CachedModel
-from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.decoding.kv_cache import KVCache, to_device, zero_mask
+from draftsmith.models.decoding.decoders import ALL_TOKENS, GrowingTree
+from draftsmith.models.decoding.forward import Forward
+from draftsmith.models.decoding.kv_cache import LONGEST_TREE_NODES, KVCache
 from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import use_own_attention
 from draftsmith.models.target.windows import architecture, has_recurrent_layers, tokens_within_windows
@@ -42,12 +42,10 @@ class DraftModelDecoder:
 
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
-        self._vocab_size, self._device, self._dtype = vocab_size, model.device, model.dtype
-        self._cache = KVCache(max_length_tokens + LONGEST_TREE_NODES)
-        self._model = CachedModel(model, self._cache)
+        self._vocab_size, self._cache = vocab_size, KVCache(max_length_tokens + LONGEST_TREE_NODES)
+        self._forward = Forward(model, self._cache)
         self._pending: list[int] = []
-        # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
-        self._tree = GrowingTree(self._device)
+        self._tree = GrowingTree()  # node i > 0 has row i - 1 after the committed ones
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
@@ -69,40 +67,29 @@ class DraftModelDecoder:
 
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] for the children of the newest committed token."""
-        begin, count = self._cache.length, len(self._pending)
-        # The model's own causal mask is right for a prompt.
-        places = torch.arange(begin, begin + count, device=self._device)
-        mask = self._mask(places[:, None] >= places) if begin and count > 1 else None
-        logits = self._forward(to_device(self._pending, self._device), places, begin, mask)[-1:]
-        self._cache.length += count
+        count = len(self._pending)
+        if self._cache.length == 0:
+            logits, _ = self._forward.read_prompt(self._pending)
+        else:
+            logits, _ = self._forward(self._pending, tuple(range(-1, count - 1)), range(count))
+            self._cache.length += count
         self._pending = []
         self._tree.begin()
-        return logits
+        return self._of_target(logits[-1:])
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
-        ids, depths = to_device([tokens, self._tree.grow(parents)], self._device)
-        for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
+        for node, below in enumerate(zip(parents, tokens, strict=True), start=len(self._tree.depths)):
             self._nodes.setdefault(below, node)
-        # A single row that sees all others needs no mask, and fast kernels apply.
-        mask = None if is_chain and self._tree.depths[-1] == first else self._mask(self._tree.seen_by_last(len(tokens)))
-        return self._forward(ids, depths + (self._cache.length - 1), self._cache.length + first - 1, mask)
+        depths = [depth - 1 for depth in self._tree.grow(parents)]
+        return self._of_target(self._forward(tokens, tuple(self._tree.parents), depths)[0])
 
-    def _forward(self, ids: Tensor, positions: Tensor, start: int, mask: Tensor | None) -> Tensor:
-        """Run rows that are written from column `start` on; fp32 logits [R, V]."""
-        logits, _ = self._model.run(ids, positions, start, start + len(ids), mask)
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Return fp32 logits [R, V] of the target's tokens."""
         logits = logits[:, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        """Build the additive mask [1, 1, R, committed + columns] of [R, columns] bool; committed tokens are visible."""
-        committed = self._cache.length
-        mask = zero_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
-        mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
-        return mask[None, None]
 
 
 class DraftModelMethod:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -35,8 +35,6 @@ from torch import Tensor
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.kernels.cpu_kernels import largest
 from draftsmith.models.sampling import Sampling, drawn
-
-BITS = 64  # nodes of a tree whose ancestors are the bits of one number
 
 # ---- the draft tree ----
 
@@ -95,26 +93,6 @@ class TreeShape:
 
     def __len__(self) -> int:
         return len(self.parents)
-
-    @cached_property
-    def attention_mask(self) -> Tensor:
-        """Return the mask [N, N] bool: row u is true at u and at u's ancestors."""
-        # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13
-        # nodes, 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
-        nodes = len(self.parents)
-        rows: list[bytearray] = []
-        for node, parent in enumerate(self.parents):
-            rows.append(bytearray(rows[parent]) if node else bytearray(nodes))
-            rows[node][node] = 1
-        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(nodes, nodes)
-
-    @cached_property
-    def ancestor_bits(self) -> tuple[int, ...]:
-        """[N], at most `BITS` nodes: bit v of node u's number, in two's complement, is 1 at u and at u's ancestors."""
-        bits = [1]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            bits.append(bits[parent] | 1 << node)
-        return tuple(number - (1 << 64) if number >> 63 else number for number in bits)
 
     def path_to(self, node: int) -> list[int]:
         """Return the nodes from the root to `node`, both included."""

@@ -1,19 +1,24 @@
-"""The KV cache of decoding: the target's, a draft model's, and that of a drafter's layers.
+"""The KV cache of decoding, the target's, a draft model's and that of a drafter's layers, and what its rows see.
 
-Shapes: L layers, G key-value heads, S columns of the cache, D head size, n rows of a forward, R rows of a mask.
+A row is a computed position: a token of a prompt, or a node of a draft tree after the committed tokens. A tree has one
+encoding, the parent of each of its nodes; all masks are made of it by `seen_nodes` and `hidden_columns`.
+
+Shapes: L layers, G key-value heads, S columns of the cache, D head size, N rows of a forward, M nodes of a tree.
 """
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.kernels.cpu_library import has_kernels
+from draftsmith.models.kernels.cpu_kernels import has_kernels
 
+LONGEST_TREE_NODES = 256
 ALIGNMENT = 8  # elements
-PAGE = 64  # columns
 PINNED_NUMBERS = 1 << 16
 
 
@@ -22,9 +27,60 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
-def zero_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an additive mask of zeros [..., R, S], which hides nothing, with aligned rows."""
-    return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
+# ---- what a row sees ----
+
+
+@lru_cache(maxsize=4096)
+def seen_nodes(parents: tuple[int, ...], num_rows: int) -> Tensor:
+    """Return [N, M] bool on the host: the nodes that each of the last N of a tree sees, its ancestors and itself.
+
+    Args:
+        parents: [M], of each node; negative: its parent is a committed token.
+    """
+    # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13 nodes,
+    # 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
+    nodes = len(parents)
+    rows: list[bytearray] = []
+    for node, parent in enumerate(parents):
+        rows.append(bytearray(nodes) if parent < 0 else bytearray(rows[parent]))
+        rows[node][node] = 1
+    return torch.frombuffer(bytearray().join(rows[nodes - num_rows :]), dtype=torch.bool).view(num_rows, nodes)
+
+
+def hidden_columns(
+    column_s: Tensor, position_n: Tensor, length: int | Tensor, seen_nm: Tensor | None, window: int | None = None
+) -> Tensor:
+    """Return [N, S] bool, True for the columns that a row does not see; token t of the sequence is at column t.
+
+    Args:
+        column_s: The columns to tell of, ascending.
+        position_n: The rows' positions in the sequence.
+        length: Number of committed tokens, which every row sees, and the column of the tree's first node.
+        seen_nm: As `seen_nodes`, numbers or bool, on the columns' device. None: rows are in causal order.
+        window: Number of tokens that a row sees, up to and including its own position; None: all. No tree is as deep,
+            so that only committed tokens are outside.
+    """
+    if seen_nm is None:
+        hidden = column_s > position_n[:, None]
+    elif isinstance(length, int) and len(column_s) == length + seen_nm.shape[1]:
+        hidden = F.pad(seen_nm == 0, (length, 0))  # the same in few operations
+    else:
+        node_s = column_s - length
+        is_seen = seen_nm.index_select(1, node_s.clamp(0, seen_nm.shape[1] - 1)) != 0
+        hidden = (node_s >= 0) & ~(is_seen & (node_s < seen_nm.shape[1]))
+    if window is not None:
+        hidden = hidden | (column_s <= position_n[:, None] - window)
+    return hidden
+
+
+def additive_mask(hidden_ns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [N, S] that is added to scores, with aligned rows, as CUDA's kernels need them."""
+    rows, columns = hidden_ns.shape
+    mask = torch.zeros(rows, aligned(columns), dtype=dtype, device=hidden_ns.device)[:, :columns]
+    return mask.masked_fill_(hidden_ns, torch.finfo(dtype).min)
+
+
+# ---- numbers on their way to a device ----
 
 
 class _PinnedNumbers(threading.local):
@@ -51,92 +107,43 @@ class _PinnedNumbers(threading.local):
 _pinned_numbers = _PinnedNumbers()
 
 
-def _for_device(values: Any, device: torch.device) -> Tensor:
+def for_device(values: Any, device: torch.device) -> Tensor:
     """Return a tensor, or nested lists of integers as an int64 tensor, in memory that is copied without a wait.
 
     A copy from ordinary memory waits for all that a GPU has to do; one from pinned memory joins the queue.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    if device.type != "cuda":
+    if device.type != "cuda" or tensor.device == device:
         return tensor
     return _pinned_numbers.holding(tensor) if tensor.dtype == torch.int64 else tensor.pin_memory()
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
     """Return a tensor, or nested lists of integers of equal lengths as an int64 tensor, on the device."""
-    tensor = _for_device(values, device)
+    tensor = for_device(values, device)
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
-def with_tokens(tokens: list[int] | Tensor, device: torch.device, *others: list[int]) -> tuple[Tensor, ...]:
-    """Return tokens [W] and lists of W integers as int64 tensors on the device.
-
-    Args:
-        tokens: May be there already: alone [W], or with rows in place of the first lists [n, W].
-    """
-    if isinstance(tokens, Tensor):
-        rows = tokens.view(-1, tokens.shape[-1])
-        unknown = list(others[len(rows) - 1 :])
-        return (*rows, *to_device(unknown, device)) if unknown else tuple(rows)
-    return tuple(to_device([tokens, *others], device))
-
-
-def write_numbers(held: Tensor, values: Any) -> None:
-    """Write nested lists of integers into an int64 tensor that stays, such as an input of a recorded graph."""
-    held.copy_(_for_device(values, held.device), non_blocking=True)
-
-
-def write_level(held: Tensor, tokens: list[int] | Tensor, *others: list[int]) -> None:
-    """Write tokens [n] and lists of integers as `write_numbers`, and zeros after.
-
-    Args:
-        held: [1 + number of lists, W].
-        tokens: As in `with_tokens`.
-    """
-    width = held.shape[1]
-    rows: list[list[int]] = [[] if isinstance(tokens, Tensor) else tokens, *others]
-    write_numbers(held, [row + [0] * (width - len(row)) for row in rows])
-    if isinstance(tokens, Tensor):
-        given = tokens.view(-1, tokens.shape[-1])
-        held[: len(given), : given.shape[1]].copy_(given)
+# ---- the cache ----
 
 
 class KVCache:
-    """Keys and values of all layers, of one sequence or of several that share the columns.
+    """Keys and values of all layers, of one sequence: token t is at column t.
 
-    A sequence's first `lengths[number]` tokens are committed. A forward writes its rows where `write_at` says, after
-    these; they are kept by `keep`, or overwritten by the next forward.
-
-    Token t of a single sequence is at column t. Several sequences have pages that take turns, so that the columns in
-    use are about `sequences` times the longest: token t of sequence s is at column
-
-        (t // PAGE * sequences + s) * PAGE + t % PAGE
+    The first `length` tokens are committed. A forward writes its rows where `write_at` says, after these; they are kept
+    by `keep`, or overwritten by the next forward.
 
     Args:
-        longest_tokens: Most tokens of a sequence, including the rows that a forward writes after it.
+        tokens: Most tokens of a sequence, including the rows that a forward writes after it.
     """
 
-    def __init__(self, longest_tokens: int, sequences: int = 1) -> None:
-        self.sequences, self.lengths = sequences, [0] * sequences
-        step = ALIGNMENT if sequences == 1 else PAGE
-        self.longest_tokens = -(-longest_tokens // step) * step
-        # One page more, as no compiled forward attends to all columns of several sequences.
-        self.capacity = self.longest_tokens if sequences == 1 else self.longest_tokens * sequences + PAGE
+    def __init__(self, tokens: int) -> None:
+        self.length, self.capacity = 0, aligned(tokens)
         self.keys = self.values = torch.empty(0)  # [L, 1, G, S, D]
         # Views of each layer's. A compiled forward that took them from the whole would copy it, there and back.
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self._places: int | Tensor = 0
+        self.first: int | Tensor = 0
         self._columns_seen = 0
-        self._columns: list[Tensor] = []  # of each sequence's tokens
-
-    @property
-    def length(self) -> int:
-        """Return the committed tokens of the only sequence, or of the first."""
-        return self.lengths[0]
-
-    @length.setter
-    def length(self, tokens: int) -> None:
-        self.lengths[0] = tokens
 
     def allocate(self, num_layers: int, key: Tensor, value: Tensor) -> None:
         """Make the memory, for keys and values like these [1, G, n, D]."""
@@ -145,67 +152,43 @@ class KVCache:
         )
         self.layers = [(self.keys[index], self.values[index]) for index in range(num_layers)]
 
-    def columns(self, number: int, device: torch.device) -> Tensor:
-        """Return the column [longest_tokens] of every token of a sequence."""
-        if not self._columns:
-            token_t = torch.arange(self.longest_tokens, device=device)
-            page_t = token_t // PAGE * self.sequences * PAGE + token_t % PAGE
-            several = [page_t + index * PAGE for index in range(self.sequences)]
-            self._columns = [token_t] if self.sequences == 1 else several
-        return self._columns[number]
-
-    def columns_of_first(self, tokens: int) -> int:
-        """Return the number of columns that hold the first tokens of all sequences."""
-        return tokens if self.sequences == 1 else -(-tokens // PAGE) * self.sequences * PAGE
-
-    def write_at(self, places: int | Tensor, columns_seen: int) -> None:
-        """Make the next forward write its rows at `places` and attend to the first `columns_seen` columns.
+    def write_at(self, first: int | Tensor, columns_seen: int) -> None:
+        """Make the next forward write its rows, and attend to the first `columns_seen` columns.
 
         Args:
-            places: The column of each row [n], or of the first of adjacent ones.
+            first: The column of the first of adjacent rows; or of each row [N], where graphs are recorded.
             columns_seen: 0: the rows attend to themselves alone.
         """
-        self._places, self._columns_seen = places, columns_seen
+        self.first, self._columns_seen = first, columns_seen
 
     def update(self, held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [1, G, n, D] into those it holds; return those to attend to."""
-        places = self._places
+        """Write a layer's new keys and values [1, G, N, D] into those it holds; return those to attend to."""
+        first = self.first
         for part, rows in zip(held, new, strict=True):
-            if isinstance(places, Tensor):
-                part.index_copy_(2, places, rows)
+            if isinstance(first, Tensor):
+                part.index_copy_(2, first, rows)
             else:
-                part.narrow(2, places, rows.shape[2]).copy_(rows)
+                part.narrow(2, first, rows.shape[2]).copy_(rows)
         if self._columns_seen == 0:
             return new
         return held[0].narrow(2, 0, self._columns_seen), held[1].narrow(2, 0, self._columns_seen)
 
     def append(self, keys_values: Tensor) -> None:
-        """Commit the keys and values [L, 2, 1, G, n, D] of all layers of n more tokens of the only sequence."""
+        """Commit the keys and values [L, 2, 1, G, n, D] of all layers of n more tokens."""
         new = keys_values.shape[4]
         for part, rows in zip((self.keys, self.values), keys_values.unbind(1), strict=True):
             part.narrow(3, self.length, new).copy_(rows)
         self.length += new
 
-    def keep(self, path: Sequence[int], number: int = 0) -> None:
-        """Commit these rows (ascending) of the ones that follow a sequence's committed tokens; forget the others."""
-        start = self.lengths[number]
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit these rows (ascending) of the ones that follow the committed tokens; forget the others."""
         if path and path[-1] >= len(path):  # some accepted rows must move
-            if self.sequences == 1 and self.keys.device.type == "cpu" and has_kernels():
+            if self.keys.device.type == "cpu" and has_kernels():
                 for part in (self.keys, self.values):
-                    torch.ops.draftsmith.keep_rows(part, start, path)
+                    torch.ops.draftsmith.keep_rows(part, self.length, path)
             else:
-                self._move(path, number)
-        self.lengths[number] = start + len(path)
-
-    def _move(self, path: Sequence[int], number: int) -> None:
-        """Move these rows to follow a sequence's committed tokens, by torch's own operations."""
-        start = self.lengths[number]
-        in_place = next(place for place, row in enumerate(path) if row != place)
-        source = to_device(path[in_place:], self.keys.device) + start
-        for part in (self.keys, self.values):
-            if self.sequences == 1:
-                part.narrow(3, start + in_place, len(source)).copy_(part.index_select(3, source))
-            else:
-                columns = self.columns(number, part.device)
-                rows = part.index_select(3, columns[source])
-                part.index_copy_(3, columns[start + in_place : start + len(path)], rows)
+                in_place = next(place for place, row in enumerate(path) if row != place)
+                source = to_device(path[in_place:], self.keys.device) + self.length
+                for part in (self.keys, self.values):
+                    part.narrow(3, self.length + in_place, len(source)).copy_(part.index_select(3, source))
+        self.length += len(path)

@@ -36,7 +36,6 @@ P prompt, n features that are new, R = block_size rows, V columns of the logits.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -49,8 +48,9 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
-from draftsmith.models.decoding.cached_attention import masked_columns
-from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.cached_layers import CachedDecoder
+from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
+from draftsmith.models.decoding.kv_cache import hidden_columns
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
@@ -281,40 +281,17 @@ class BlockDecoder(CachedDecoder):
     """
 
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
-        config = drafter.config
-        super().__init__(drafter, max_length_tokens, config.block_size)
+        config, rows = drafter.config, drafter.config.block_size
+        super().__init__(drafter, max_length_tokens, extra_rows=rows, skipped=0)
         self.columns = drafter.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
+        seen_rr = torch.ones(rows, rows, dtype=torch.int64, device=self._device)
+        self._seen_rr = seen_rr.tril() if config.causal else seen_rr
         self._first_row = int(not config.sample_from_anchor)  # the anchor's row may predict nothing
         self._to_keys_values = ContextLayers(drafter.layers)
 
-    def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:
-        """Return the forward of a round that is compiled; its results are `block_outputs`."""
-        drafter, cache, masks_kd = self._drafter, self._cache, self._masks_kd
-        causal, window = self._causal, self._window
-        first_row, to_keys_values, run_rows = self._first_row, self._to_keys_values, self._static_rows_of
-        columns, table = torch.arange(cache.capacity, device=self._device), self._rotary_table
-        assert table is not None
-        cos, sin = table
-
-        def run(ids: Tensor, features: Tensor, place: Tensor) -> Any:
-            begin, count = place.unbind()
-            context, rows = drafter.context_of(features), columns[: len(features)]
-            places = torch.where(rows < count, begin + rows, columns[-1])
-            rotary = cos.index_select(1, places), sin.index_select(1, places)
-            for held, new in zip(cache.layers, to_keys_values(context[None], rotary), strict=True):
-                for part, states in zip(held, new, strict=True):
-                    part.index_copy_(2, places, states)
-            block = drafter.block_inputs(ids[:1], masks_kd)[0]
-            places = begin + count + columns[: len(block)]
-            hidden = run_rows(block, places, places, masked_columns(columns, places, causal, window))
-            return drafter.block_outputs(hidden[first_row:])
-
-        return run
-
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
-        self._pending = [(prompt_ids, features[:-1])]
-        self._begin_sequence(0)
+        self._begin_sequence(prompt_ids, features[:-1])
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
@@ -323,19 +300,35 @@ class BlockDecoder(CachedDecoder):
     def outputs(self) -> tuple[Tensor, ...]:
         """Run the next block and return `block_outputs` of its rows."""
         ids, features = self._take_pending()
-        outputs: tuple[Tensor, ...] | None = self._run_static(ids[-1:], features)
-        if outputs is not None:
+        if self._has_graph(len(features)):
+            outputs: tuple[Tensor, ...] = self._run_graph(ids[-1:], features)
             self._cache.length += len(features)
             return outputs
-        block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
-        new, rows, begin = len(features), block.shape[1], self._cache.length
-        cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
-        if new:
+        block = self._drafter.block_inputs(ids[-1:], self._masks_kd)[0]
+        if new := len(features):
             context = self._drafter.context_of(features).unsqueeze(0)
-            self._cache.append(self._to_keys_values(context, (cos[:, :new], sin[:, :new])))
-        self._cache.begin_step(rows, self._causal)
-        rotary = cos[:, new:], sin[:, new:]
-        return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :])
+            rotary = self._rotary_of(context, slice(self._cache.length, self._cache.length + new))
+            self._cache.append(self._to_keys_values(context, rotary))
+        first, end = self._cache.length, self._cache.length + len(block)
+        columns = self._column_s[:end]
+        hidden_rs = hidden_columns(columns, columns[first:], first, self._seen_rr, self._window)
+        hidden = self._run_rows(block, first, slice(first, end), hidden_rs)
+        return self._drafter.block_outputs(hidden[self._first_row :])
+
+    def _run_static(self, ids: Tensor, features: Tensor, place: Tensor) -> Any:
+        """Run a round as `outputs` does; it is compiled."""
+        drafter, columns, begin, count = self._drafter, self._column_s, place[0], place[1]
+        context, rows = drafter.context_of(features), columns[: len(features)]
+        places = torch.where(rows < count, begin + rows, columns[-1])
+        keys_values = self._to_keys_values(context[None], self._rotary_of(context, places))
+        for held, new in zip(self._cache.layers, keys_values, strict=True):
+            for part, states in zip(held, new, strict=True):
+                part.index_copy_(2, places, states)
+        block = drafter.block_inputs(ids[:1], self._masks_kd)[0]
+        places = begin + count + columns[: len(block)]
+        hidden_rs = hidden_columns(columns, places, begin + count, self._seen_rr, self._window)
+        hidden = self._run_rows(block, places, places, hidden_rs)
+        return drafter.block_outputs(hidden[self._first_row :])
 
 
 DRAFTER = DFlashDrafter

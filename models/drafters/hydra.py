@@ -29,15 +29,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Attention, DepthWeights, Layers, SlidingWindow
-from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
-from draftsmith.models.decoding.decoders import (
-    FEWEST_STATIC_NODES,
-    LONGEST_TREE_NODES,
-    CachedDecoder,
-    check_tree_size,
-    depths_below,
-)
-from draftsmith.models.decoding.kv_cache import with_tokens, write_level
+from draftsmith.models.compiling import BACKEND, Graphs, padded_rows
+from draftsmith.models.decoding.cached_layers import CachedDecoder
+from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, GrowingTree
+from draftsmith.models.decoding.kv_cache import LONGEST_TREE_NODES, for_device, to_device
 from draftsmith.models.drafters.medusa import HeadsDrafter, MedusaConfig
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_rotary, build_target_layers, layers_config
@@ -206,14 +201,14 @@ class HydraDecoder:
         # Of all nodes; a node at depth d has (d + 2) * D numbers.
         shape = 2 * LONGEST_TREE_NODES, (self.num_depths + 1) * self._hidden_size
         self._rows = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
-        self._depths: list[int] = []
-        self._backend: str | None = None  # of compilation
-        self._levels: dict[tuple[int, int], StaticCall] = {}  # by depth and number of nodes
+        self._tree = GrowingTree(self.num_depths, f"there are {self.num_depths} heads")
+        self._levels: list[Graphs] = []  # by depth, where they are compiled
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the heads, a call for each level, and the layer over the prefix."""
-        self._backend = backend
         torch._dynamo.mark_static_address(self._rows)
+        levels = [self._level_forward(depth) for depth in range(self.num_depths)]
+        self._levels = [Graphs(level, "Hydra", self._drafter.device, backend) for level in levels]
         if self._attended is not None:
             self._attended.compile(backend)
 
@@ -235,41 +230,33 @@ class HydraDecoder:
         if self._attended is not None:
             state_1d = self._attended.newest_state()
         self._rows[:1, : self._hidden_size].copy_(state_1d)
-        self._depths = []
-        return self._level(newest_id, [0], [0])
+        self._tree.begin()
+        return self._level(newest_id, [0], 0, 0)
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
-        depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
+        first, depths = len(self._tree.depths), self._tree.grow(parents)
         if len(set(depths)) == 1:  # as trees are grown
-            return self._level(tokens, parents, depths)
-        each = zip(tokens, parents, strict=True)
-        return torch.cat([self.expand([token], [parent]).clone() for token, parent in each])
+            return self._level(tokens, parents, first, depths[0])
+        each = enumerate(zip(tokens, parents, depths, strict=True), start=first)
+        return torch.cat([self._level([token], [parent], node, depth).clone() for node, (token, parent, depth) in each])
 
-    def _level(self, tokens: list[int] | Tensor, parents: list[int], depths: list[int]) -> Tensor:
-        """Add new nodes of one depth; return fp32 logits [W, V'] of their children."""
-        nodes, first, depth, device = len(parents), len(self._depths), depths[0], self._drafter.device
-        check_tree_size(first + nodes)
-        self._depths += depths
-        if self._backend is not None:
+    def _level(self, tokens: list[int] | Tensor, parents: list[int], first: int, depth: int) -> Tensor:
+        """Run new nodes of one depth, numbered from `first` on; return fp32 logits [W, V'] of their children."""
+        device, nodes = self._drafter.device, len(parents)
+        ids, numbers = for_device(tokens, device), for_device([[parent, first] for parent in parents], device)
+        if self._levels and self._levels[depth].works:
             size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1
-            if (depth, size) not in self._levels:
-                numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
-                self._levels[depth, size] = StaticCall(self._level_forward(depth), [numbers], "Hydra", self._backend)
-            call = self._levels[depth, size]
-            write_level(call.inputs[0], tokens, parents, [first] * size)
-            logits: Tensor | None = call.results()
-            if logits is not None:
-                return logits[:nodes]
-            self._backend = None
-        return self._level_forward(depth)(torch.stack(with_tokens(tokens, device, parents, [first] * nodes)))
+            logits: Tensor = self._levels[depth](size, ids, numbers)
+            return logits[:nodes]
+        return self._level_forward(depth)(to_device(ids, device), to_device(numbers, device))
 
-    def _level_forward(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """Return a function of tokens, parents and the first node's number, [3, W]; it may be compiled."""
+    def _level_forward(self, depth: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function of tokens [W], and of parents and the first node's number [W, 2]; it may be compiled."""
         drafter, held, hidden_size = self._drafter, self._rows, self._hidden_size
 
-        def run(numbers: Tensor) -> Tensor:
-            tokens, parents, first = numbers.unbind()
+        def run(tokens: Tensor, numbers: Tensor) -> Tensor:
+            parents, first = numbers[:, 0], numbers[0, 1]
             above = held.index_select(0, parents)[:, : (depth + 1) * hidden_size]
             rows = torch.cat([above, drafter.embedded(tokens)], dim=-1)
             nodes = first + torch.arange(len(tokens), device=held.device)
@@ -284,11 +271,7 @@ class _AttendedPrefix(CachedDecoder):
 
     def newest_state(self) -> Tensor:
         """Run the queued tokens; return the state [1, D] before the newest committed token."""
-        ids, features = self._read_ahead(*self._take_pending())
-        results = self._run_static(ids, features)
-        states_1d, _ = results or self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
-        self._cache.length += len(ids)
-        return states_1d
+        return self._read_pending()[0]
 
 
 DRAFTER = HydraDrafter

@@ -26,7 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.options import DepthOptions, Loss
-from draftsmith.models.compiling import BACKEND, StaticCall
+from draftsmith.models.compiling import BACKEND, Graphs
 from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
@@ -151,37 +151,31 @@ class MedusaDecoder:
 
     def __init__(self, drafter: MedusaDrafter) -> None:
         self._drafter, self.columns = drafter, drafter.columns
-        self._previous_d: Tensor | None = None
-        self._backend: str | None = None  # of compilation
-        self._static: StaticCall | None = None
+        self._previous_1d: Tensor | None = None
+        self._run = self._logits
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the heads."""
-        self._backend = backend
+        heads = Graphs(lambda previous_1d: self._logits(previous_1d), "Medusa", self._drafter.device, backend)
+        self._run = lambda previous_1d: heads(1, previous_1d)
+
+    def _logits(self, previous_1d: Tensor) -> Tensor:
+        logits: Tensor = self._drafter.logits_of(previous_1d[0]).float()
+        return logits
 
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         """Begin a sequence: h_{t-1} comes with the first observed token."""
-        self._previous_d = None
+        self._previous_1d = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
-        self._previous_d = features[-1]
+        self._previous_1d = features[-1:]
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
-        if self._previous_d is None:
+        if self._previous_1d is None:
             raise ValueError("drafting needs a new token: call observe() first")
-        previous, drafter = self._previous_d, self._drafter
-        if self._backend is not None:
-            if self._static is None:
-                self._static = StaticCall(
-                    lambda held: drafter.logits_of(held).float(), [previous.clone()], "Medusa", self._backend
-                )
-            self._static.inputs[0].copy_(previous)
-            logits: Tensor | None = self._static.results()
-            if logits is not None:
-                return logits
-        return drafter.logits_of(previous).float()
+        return self._run(self._previous_1d)
 
 
 DRAFTER = MedusaDrafter

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.target.architectures import SLIDING, is_known
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
+from draftsmith.recipes.schema import MOST_NODES
 
 Masks = Tensor | dict[str, Tensor]
 # Parts of names of layer types with a state instead of keys and values, which the nodes of a tree cannot share.
@@ -138,13 +139,31 @@ def takes_masks(target: PreTrainedModel | PreTrainedConfig) -> bool:
 def get_max_positions(target: Any) -> int | None:
     """Return the target's maximum number of positions; None if its config has no limit."""
     value = target_value(target.config, "max_position_embeddings")
-    return value if isinstance(value, int) else None
+    limits = [value] if isinstance(value, int) else []
+    # Llama 4 scales its queries by the place of a row in a forward, which for a tree's nodes is not their position: up
+    # to this length all scales are 1.
+    text: Any = target.config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", None):
+        limits.append(int(text.floor_scale) - 1 - MOST_NODES)
+    return min(limits, default=None)
 
 
 def tokens_within_windows(target: Any) -> int | None:
     """Return the length up to which full attention equals the windows; None if there is no limit."""
     known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
+
+
+def rope_switch(target: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Return the length beyond which a target's RoPE has other angles at all positions (`longrope`); None: it has not.
+
+    Keys that were computed before are of the other angles, so that the whole sequence must be read again.
+    """
+    config = target if isinstance(target, PreTrainedConfig) else target.config
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each type of layer
+    switches = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min(filter(None, switches), default=None)
 
 
 def has_recurrent_layers(target: PreTrainedModel | PreTrainedConfig) -> bool:

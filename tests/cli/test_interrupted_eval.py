@@ -35,7 +35,7 @@ def test_interrupted_measurement_resumes(
     for file in sorted((finished.root / "eval").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     calls = 0
-    owner, name, at = (RecordLog, "append", 1) if where == "after a record" else (TargetSession, "forward_trees", 15)
+    owner, name, at = (RecordLog, "append", 1) if where == "after a record" else (TargetSession, "forward_tree", 15)
     method = getattr(owner, name)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:

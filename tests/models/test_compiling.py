@@ -1,7 +1,6 @@
 """Errors of compiled functions, and the fallbacks. The tests compile nothing."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +9,12 @@ from torch._dynamo.exc import Unsupported
 
 from draftsmith.errors import UserError
 from draftsmith.models import compiling
-from draftsmith.models.compiling import StaticCall
+from draftsmith.models.compiling import Graphs
 
 
-def failing_call(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> StaticCall:
+def failing_call(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int, must: bool = True
+) -> Callable[[], Any]:
     """Return a call that raises this error after `good_calls` runs of its function, counting replays."""
     results = iter(range(good_calls))
 
@@ -27,8 +28,8 @@ def failing_call(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str,
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: run)
     monkeypatch.setattr(compiling, "record_graph", record_graph)
-    place: Any = SimpleNamespace(device=torch.device(device))
-    return StaticCall(lambda: None, [place], "target tiny", backend="eager")
+    graphs = Graphs(lambda: "as it is", "target tiny", torch.device(device), "eager", must)
+    return lambda: graphs(1)
 
 
 @pytest.mark.parametrize("good_calls", [0, 1, 2])

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.eval.bench import measured_methods
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession, open_session
@@ -24,6 +23,7 @@ from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
+from draftsmith.models.decoding.forward import Compiler
 from draftsmith.recipes.loading import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -67,13 +67,12 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
         wanted = [generate(session, Autoregressive(), prompt, GREEDY, 24).ids for prompt in PROMPTS]
     graphs, counting = counting_backend()
     with TargetSession(target, 48, compiler=Compiler(counting, is_static=static)) as session:
-        assert session.compiled is not None
         for prompt, answer in zip(PROMPTS, wanted, strict=True):
             for method in methods(answer):
                 assert generate(session, method, prompt, GREEDY, 24).ids == answer, method.name
-            session.compiled.keep_sizes()
+            session.forward.keep_sizes()
             torch.compiler.set_stance("fail_on_recompile")
-        sizes = session.compiled.sizes
+        sizes = session.forward.sizes
         assert len(graphs) == (len(sizes) if static else 1)
         assert {1, 8, 16} <= set(sizes) <= {1, 2, 4, 8, 16} if static else sizes == [1]
 
@@ -127,12 +126,11 @@ def test_tree_larger_than_any_known_runs_without_compilation() -> None:
     torch.compiler.set_stance("fail_on_recompile")
     compiler = Compiler("eager", is_static=True)
     with TargetSession(target, 40) as plain, TargetSession(target, 40, compiler=compiler) as session:
-        assert session.compiled is not None
-        session.compiled.keep_sizes()
+        session.forward.keep_sizes()
         for one in (plain, session):
             one.prefill([5, 9, 33])
         torch.testing.assert_close(session.forward_tree(TREE).logits, plain.forward_tree(TREE).logits)
-        assert session.compiled.sizes == [1]
+        assert session.forward.sizes == [1]
 
 
 def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
@@ -273,4 +271,4 @@ def test_compilation_is_the_default_with_a_compiler(
     assert measured_methods.compiles(recipe) is expected
     if requested is None and device == "cpu":
         with open_session(tiny_target(), 40, requested) as session:
-            assert (session.compiled is not None) is expected
+            assert (session.forward.compiler is not None) is expected

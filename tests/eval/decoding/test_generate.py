@@ -147,7 +147,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 class TableSession:
     """Stand-in for a `TargetSession` whose logits [V] after every partial answer are in a table."""
 
-    device, current = torch.device("cpu"), 0
+    device, deepest_draft = torch.device("cpu"), 256
 
     def __init__(self, logits_of: dict[Path, Tensor]) -> None:
         self._logits_of = logits_of
@@ -162,14 +162,13 @@ class TableSession:
         self._answer: Path = ()
         return TargetStep(self._logits_of[()][None], torch.zeros(len(prompt_ids), 1))
 
-    def forward_trees(self, trees: list[tuple[int, DraftTree]]) -> list[TargetStep]:
-        ((_, tree),) = trees
+    def forward_tree(self, tree: DraftTree) -> TargetStep:
         self._tree = tree
         paths = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)) for node in range(len(tree))]
         logits = torch.stack([self._logits_of[(*self._answer, *path)] for path in paths])
-        return [TargetStep(logits, torch.zeros(len(tree), 1))]
+        return TargetStep(logits, torch.zeros(len(tree), 1))
 
-    def commit(self, path: list[int], sequence: int) -> None:
+    def commit(self, path: list[int]) -> None:
         self._answer += tuple(self._tree.tokens[node] for node in path)
 
 

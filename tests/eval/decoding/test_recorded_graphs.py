@@ -14,13 +14,13 @@ from support.half_right import tree_method
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import Compilable, PathDecoder, StepwiseDecoder
+from draftsmith.models.decoding.forward import Compiler
 from draftsmith.models.sampling import Sampling
 
 PROMPT = [*range(5, 25)]
@@ -155,15 +155,14 @@ CHAIN = DraftTree([7, 3, 20, 21, 22, 23], TreeShape.chain(5))
 def test_all_forwards_in_16_bits_have_one_size(dtype: torch.dtype, replays: list[str]) -> None:
     target = tiny_target().to(dtype).to("cuda:0")
     with TargetSession(target, 100, compiler=Compiler()) as session, torch.inference_mode():
-        assert session.compiled is not None
         session.prefill(PROMPT)
         sizes = []
         for tree in (root_only(7), CHAIN, DraftTree([7] * 11, TreeShape.of((-1, *[0] * 10))), root_only(7)):
             assert len(session.forward_tree(tree).logits) == len(tree)
-            sizes.append(list(session.compiled.sizes))
-        session.compiled.keep_sizes()
+            sizes.append(list(session.forward.sizes))
+        session.forward.keep_sizes()
         session.forward_tree(DraftTree([7] * 17, TreeShape.of((-1, *[0] * 16))))
-        sizes.append(session.compiled.sizes)
+        sizes.append(session.forward.sizes)
     if dtype == torch.float32:
         assert sizes == [[1], [1, 8], [1, 8, 16], [1, 8, 16], [1, 8, 16]]
     else:
@@ -191,5 +190,4 @@ def test_step_padded_to_a_tree_is_bitwise_equal(rows: int, monkeypatch: pytest.M
             assert torch.equal(step.logits[0], at_once[node]), node
             session.commit([0])
             assert session.cache.length == len(PROMPT) + node + 1
-        assert session.compiled is not None
-        assert session.compiled.sizes == [-(-rows // 8) * 8]
+        assert session.forward.sizes == [-(-rows // 8) * 8]

@@ -72,20 +72,6 @@ def test_commit_keeps_only_the_path(name: str) -> None:
             )
 
 
-def test_cache_of_tree_masks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Best-first trees keep having new shapes; their masks must not fill the memory."""
-    monkeypatch.setattr(session_module, "MOST_SHAPES", 3)
-    model = tiny("llama")
-    with TargetSession(model, 40) as session:
-        session.prefill([1, 2])
-        for last in (0, 1, 2, 3, 4, 0):
-            tree = DraftTree([7, 1, 2, 3, 4, 5], TreeShape.of((-1, 0, 0, 2, 3, last)))
-            step = session.forward_tree(tree)
-            wanted = forward_without_cache(model, [1, 2] + [tree.tokens[step] for step in tree.shape.path_to(5)])[0][-1]
-            torch.testing.assert_close(step.logits[5], wanted, atol=1e-6, rtol=1e-5)
-            assert 0 < len(session._bias_of) <= 3
-
-
 def test_too_long_sequences_are_refused() -> None:
     model = tiny("llama")
     with pytest.raises(UserError, match="129 tokens do not fit into the target's 128 positions"):

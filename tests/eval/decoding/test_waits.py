@@ -16,7 +16,6 @@ from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
@@ -105,25 +104,6 @@ def test_a_deterministic_tree_at_t_1_waits_for_the_draft_and_each_committed_toke
     back, sent, (ids, trees), *_ = waits_and_calls("parallel", tree, Sampling(1.0))
     assert back == pytest.approx(1 + (len(ids) - 1) / len(trees))
     assert sent == 0
-
-
-def test_two_sequences_run_trees_whose_tokens_are_on_host_and_device() -> None:
-    shape = TreeShape.chain(2)
-    on_host = [(0, DraftTree([7, 3, 20], shape)), (1, DraftTree([8, 21, 22], shape))]
-    with ghost_device():
-        target = tiny_target().to("cuda:0")
-        drafted = torch.tensor([[3, 20], [21, 22]]).to("cuda:0")
-        on_device = [(n, DraftTree(tree.tokens[:1], shape, drafted=drafted[n])) for n, tree in on_host]
-        with TargetSession(target, 64, sequences=2) as session:
-            for session.current in (0, 1):
-                session.prefill(PROMPT[session.current :])
-            wanted, mixed, all_there = (
-                [step.logits.held for step in session.forward_trees(trees)]  # type: ignore[attr-defined]
-                for trees in (on_host, [on_device[0], on_host[1]], on_device)
-            )
-    for first, second in (mixed, all_there):
-        assert torch.equal(first, wanted[0])
-        assert torch.equal(second, wanted[1])
 
 
 def test_round_without_drafts_waits_once() -> None:

@@ -27,9 +27,8 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.decoding import cached_model, decoders
+from draftsmith.models.decoding import cached_layers, forward
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.kernels import cpu_library
 from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear, pack_linears
 from draftsmith.models.kernels.cpu_layers import CpuLayers, CpuTarget
@@ -561,7 +560,7 @@ def session_target(name: str, packed: bool, dtype: torch.dtype = torch.float32) 
 def count_calls(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every forward in one call adds its number of rows."""
     calls: list[int] = []
-    ours = session.model.cpu_target
+    ours = session.forward.cpu_target
     assert ours is not None
     plain = ours.forward
 
@@ -582,70 +581,33 @@ def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.Monke
     outputs = []
     for packed in (False, True):
         with TargetSession(session_target(name, packed), 64, (0, 1, FINAL_FEATURES)) as session:
-            assert session.runs_in_one_call == packed
+            assert (session.forward.cpu_target is not None) == packed
             calls = count_calls(session, monkeypatch) if packed else []
             outputs.append(run_trees(session, PROMPT, rounds))
             if packed:
-                rows = [len(PROMPT)] * (not session._windows.reached(len(PROMPT))) + [4, 5, 1, 75, 4, 5, 1]
+                rows = [len(PROMPT)] * (not session.forward._windows.reached(len(PROMPT))) + [4, 5, 1, 75, 4, 5, 1]
                 assert calls == (rows if in_one_call else [1, 1][: len(calls)])
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("name", SESSION_TARGETS)
-def test_sequences_have_the_bits_of_each_alone(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alternating and together; with windows some are beyond theirs and some are not."""
-    target = session_target(name, packed=True, dtype=dtype)
-    prompts = [[5, 6, 7, 8], [9, 3], [token % VOCABULARY for token in range(PAGE - 3)]]
-    by_sequence = [PATHS_IN_TREES, PATHS_IN_TREES[1:] + PATHS_IN_TREES[:1], PATHS_IN_TREES[2:] + PATHS_IN_TREES[:2]]
-    alone = []
-    for prompt, rounds in zip(prompts, by_sequence, strict=True):
-        with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
-            alone.append(run_trees(session, prompt, rounds))
-    with TargetSession(target, 2 * PAGE, sequences=3) as session:
-        session.read_layers((1, FINAL_FEATURES))
-        calls = count_calls(session, monkeypatch)
-        outputs: list[list[Tensor]] = []
-        for number, prompt in enumerate(prompts):
-            session.current = number
-            step = session.prefill(prompt)
-            outputs.append([step.logits, step.features])
-        rounds_of = [iter(rounds) for rounds in by_sequence]
-        for order in ([0, 2, 1], [1], [2, 0], [2, 1, 0]):
-            parts = [(number, *next(rounds_of[number])) for number in order]
-            steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
-            for (number, _, path), step in zip(parts, steps, strict=True):
-                outputs[number] += [step.logits, step.features]
-                session.commit(path, number)
-    if SESSION_TARGETS[name][1]:
-        assert len(calls) == 4 + sum(not session._windows.reached(len(prompt)) for prompt in prompts)
-    for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):
-        if SESSION_TARGETS[name][1]:
-            assert torch.equal(ours, theirs)
-        else:  # rows batched with a sequence beyond its window run eagerly, too
-            torch.testing.assert_close(ours, theirs, **(CLOSE if dtype == torch.float32 else ROUNDED))
-
-
-@EVERY_DTYPE
 def test_prompt_has_the_bits_of_its_tokens_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in one call and in several; alone, and in the pages between those of other sequences."""
+    """Read in one call and in several."""
     target = session_target("llama", packed=True, dtype=dtype)
-    prompt = [(7 * place) % VOCABULARY for place in range(PAGE + 13)]
+    prompt = [(7 * place) % VOCABULARY for place in range(77)]
     singles = [(root_only(token), [0]) for token in prompt[1:]]
-    with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
+    with TargetSession(target, 128, (1, FINAL_FEATURES)) as session:
         outputs = run_trees(session, prompt[:1], singles)
     logits, features = outputs[-2], torch.cat(outputs[1::2])
-    for most_rows in (cached_model.MOST_CALL_ROWS, PAGE, 9):
-        monkeypatch.setattr(cached_model, "MOST_CALL_ROWS", most_rows)
-        for sequences in (1, 3):
-            with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES), sequences=sequences) as session:
-                calls = count_calls(session, monkeypatch)
-                session.current = sequences - 1
-                step = session.prefill(prompt)
-            assert len(calls) == -(-len(prompt) // most_rows)
-            assert torch.equal(step.logits, logits)
-            assert torch.equal(step.features, features)
+    for most_rows in (forward.MOST_CALL_ROWS, 64, 9):
+        monkeypatch.setattr(forward, "MOST_CALL_ROWS", most_rows)
+        with TargetSession(target, 128, (1, FINAL_FEATURES)) as session:
+            calls = count_calls(session, monkeypatch)
+            step = session.prefill(prompt)
+        assert len(calls) == -(-len(prompt) // most_rows)
+        assert torch.equal(step.logits, logits)
+        assert torch.equal(step.features, features)
 
 
 # ---- in drafters ----
@@ -717,7 +679,7 @@ def test_drafts_equal_those_of_unpacked_layers(
     kind: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a short prompt, and after one that is read in two calls."""
-    monkeypatch.setattr(decoders, "MOST_CALL_ROWS", 64)
+    monkeypatch.setattr(cached_layers, "MOST_CALL_ROWS", 64)
     target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
     drafter = tiny_drafter_of(kind, target, **options).to(dtype).freeze()
     batch = random_batch(target, 1, 100, drafter)

@@ -10,9 +10,9 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.decoding.forward import Compiler
 from draftsmith.models.kernels.fused_projections import FusedAttention, FusedMLP, FusedModule, fuse_projections
 
 PROMPT = [5, 9, 33, 12, 40, 7]

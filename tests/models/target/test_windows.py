@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.engines.engine import GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
+from draftsmith.models.decoding.forward import Compiler
 from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.text_model import name_base_model
@@ -112,24 +112,6 @@ def test_compiled_session_continues_beyond_the_window() -> None:
     target = build_windowed_target("gemma3")
     with TargetSession(target, 64, compiler=Compiler("eager", is_static=True)) as session:
         check_trees(session, target, [3, 4])
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "llama4"])
-def test_shared_forward_of_two_sequences(name: str) -> None:
-    """One sequence is far beyond the window, one within it; both have trees in the same forward."""
-    target = build_windowed_target(name)
-    prompts = [list(range(3, 20)), [5, 6]]
-    with TargetSession(target, 64, sequences=2) as session:
-        said = [list(prompt) for prompt in prompts]
-        for number, prompt in enumerate(prompts):
-            session.current = number
-            assert_same(session.prefill(prompt).logits[0], recompute(target, prompt)[-1])
-        for tree, path in TREES:
-            steps = session.forward_trees([(0, tree), (1, tree)])
-            for number, step in enumerate(steps):
-                check_step(step, tree, target, said[number])
-                session.commit(path, number)
-                said[number] += [tree.tokens[place] for place in path]
 
 
 @every_target
