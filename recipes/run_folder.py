@@ -85,14 +85,17 @@ class RunFolder:
 
 
 def process_of_launch() -> tuple[int, int]:
-    """Return the number of this process in its launch, from 0, and the number of processes, as torchrun sets them."""
+    """Return the number of this process in its launch, from 0, and the number of processes, as torchrun sets them.
+
+    A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
+    """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ.get("RANK", "0")) if processes > 1 else 0), processes
 
 
 def is_first_process() -> bool:
     """Return whether this is the first process of a launch, which prints and holds the run's lock."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return process_of_launch()[0] == 0
 
 
 def with_run_lock(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:

@@ -22,7 +22,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import OptimizerName
-from draftsmith.train.processes.launch import leave_at_exit
+from draftsmith.train.processes.launch import MPI_WORLD_SIZES, awaiting_processes, leave_at_exit, let_recipe_decide
 
 GLOBAL_BATCH = "global_batch_size"
 # Of `data.features.source: server`: processes that ask for rows, and the batches that each asks for ahead.
@@ -52,7 +52,7 @@ class DrafterTrainingArguments(TrainingArguments):
 TYPES = {**typing.get_type_hints(DrafterTrainingArguments), GLOBAL_BATCH: int}
 KEYS = {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init)}
 # Environment variables with the number of processes, as accelerate reads them.
-WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+WORLD_SIZES = ["WORLD_SIZE", *MPI_WORLD_SIZES]
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,13 @@ def training_arguments(
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
     """
+    let_recipe_decide(values)
     # accelerate may request a CPU too; and transformers rejects bf16 on a CPU unless use_cpu is set.
     accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
     checked = {key: _checked(key, value) for key, value in values.items()}
-    checked = _split_global_batch(checked, get_int_from_env(WORLD_SIZES, 1) if processes is None else processes)
+    launched = get_int_from_env(WORLD_SIZES, 1)
+    checked = _split_global_batch(checked, launched if processes is None else processes)
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,
@@ -122,7 +124,8 @@ def training_arguments(
     if checked.get("gradient_checkpointing"):
         raise UserError("key `train.gradient_checkpointing`: drafters do not support it: leave it out")
     try:
-        args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
+        with awaiting_processes(launched):
+            args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
     try:

@@ -8,8 +8,13 @@ import atexit
 import functools
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Iterator
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +24,11 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from draftsmith.errors import TERMINATED_EXIT_CODE, UserError, reason
+from draftsmith.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, UserError, reason
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import is_out_of_memory
+from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
@@ -30,7 +36,18 @@ ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
 SPLIT_MODELS = ("TP", "CP", "SP")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
+# What accelerate's own config puts into the environment, and the recipe's key that decides in its place.
+DECIDED_BY_RECIPE = {
+    "ACCELERATE_MIXED_PRECISION": "train.bf16",
+    "ACCELERATE_DYNAMO_BACKEND": "train.torch_compile",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.global_batch_size",
+    "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
+}
+MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+WAITING_S = 10.0  # until it is said what is awaited
 Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,64 @@ def detect_launch(args: TrainingArguments) -> Launch:
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
+
+
+def let_recipe_decide(values: Mapping[str, Any]) -> None:
+    """Take out of the environment what accelerate's config or another launch left there, before it changes results.
+
+    Args:
+        values: The recipe's section `train`.
+
+    Raises:
+        UserError: MPI's variables name several processes that do not know of each other.
+    """
+    for name, key in DECIDED_BY_RECIPE.items():
+        value = os.environ.pop(name, "no").lower()
+        if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
+            logger.warning("%s=%s is not used: %s in the recipe decides", name, value, key)
+    if "WORLD_SIZE" in os.environ:
+        return
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    for name in MPI_WORLD_SIZES:
+        if os.environ.get(name, "1") != "1" and "MASTER_ADDR" not in os.environ:
+            raise UserError(
+                f"{name}={os.environ[name]} says that MPI has started several processes, and nothing says where they "
+                "meet: unset it to train in one process, or start several by `accelerate launch` or `torchrun`"
+            )
+
+
+@contextmanager
+def awaiting_processes(processes: int) -> Iterator[None]:
+    """Say what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
+
+    Python's handlers do not run while torch waits, so a thread reads the signals' numbers from a pipe.
+    """
+    if processes < 2 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+
+    def watch() -> None:
+        if not select.select([reader], [], [], WAITING_S)[0]:
+            print(f"waiting for {processes} processes at {place}; Ctrl-C ends this one", file=sys.stderr, flush=True)
+        while number := os.read(reader, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                print("ended while waiting for the other processes", file=sys.stderr, flush=True)
+                os._exit(TERMINATED_EXIT_CODE if number[0] == signal.SIGTERM else INTERRUPTED_EXIT_CODE)
+
+    thread = threading.Thread(target=watch, name="awaiting-processes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 @functools.cache

@@ -1,5 +1,10 @@
 """The launch is detected from the environment; impossible combinations are refused before anything is loaded."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +13,7 @@ from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
+from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
@@ -67,3 +73,81 @@ def test_impossible_combinations_are_reported(
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
         check_launch(recipe, make_arguments(tmp_path, **train), launch)
+
+
+# ---- what other programs leave in the environment ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+    ],
+)
+def test_the_recipe_decides_in_place_of_accelerates_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    args = make_arguments(tmp_path)
+    assert args.mixed_precision == "no"
+    assert name not in os.environ
+    assert f"{name}={value.lower()} is not used: train." in caplog.text
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    caplog.clear()
+    assert make_arguments(tmp_path, bf16=True).mixed_precision == "bf16"
+    assert not caplog.text  # the same as in the recipe
+
+
+def test_ranks_count_in_a_launch_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert is_first_process()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert is_first_process()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not is_first_process()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert make_arguments(tmp_path).process_index == 0
+
+
+@pytest.mark.parametrize("name", launches.MPI_WORLD_SIZES)
+def test_processes_of_mpi_without_a_place_to_meet_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(UserError, match=f"{name}=4 says that MPI .*: unset it to train in one process"):
+        make_arguments(tmp_path)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from draftsmith.errors import exit_with_one_sentence
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.processes import launch
+launch.WAITING_S = 0.1
+with exit_with_one_sentence():
+    training_arguments({}, Path(sys.argv[1]), 0, use_cpu=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_a_launch_that_waits(tmp_path: Path, number: int, code: int) -> None:
+    """The second process never comes, which is said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launched = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, env={**os.environ, **launched}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = next(line for line in process.stderr if "waiting" in line)
+            assert said == f"waiting for 2 processes at 127.0.0.1:{port}; Ctrl-C ends this one\n"
+            process.send_signal(number)
+            assert process.wait(timeout=30) == code
+        finally:
+            process.kill()
