@@ -253,7 +253,12 @@ def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
 def _check_template(tokenizer: Any) -> Iterator[Finding]:
     if without_header := missing_header_sentence(tokenizer):
         yield Finding("generation prompt", "warning", without_header)
-    if THINKING in template_variables(str(tokenizer.get_chat_template())):
+    if tokenizer.template_date is not None:
+        sentence = f"the chat template writes today's date; every stage of this run writes {tokenizer.template_date}"
+        yield Finding("date", "ok", f"{sentence} (target.template_date)")
+    named = tokenizer.chat_template
+    texts = named.values() if isinstance(named, dict) else [named]
+    if any(THINKING in template_variables(text) for text in texts):
         sentence = (
             f"the chat template reads {THINKING}, which is not set, so that the target may think before it answers: "
             f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"

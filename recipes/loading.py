@@ -27,6 +27,7 @@ from pydantic import BaseModel, ValidationError
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.files import expand_home
 from draftsmith.recipes.removed import drop_unset, removal_of
+from draftsmith.recipes.run_folder import with_recorded_date
 from draftsmith.recipes.schema import SEED_SUFFIX, DrafterRecipe, Recipe
 
 MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
@@ -69,7 +70,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(
             f"{file}: the value of key `{unwritable}` contains a character that no text file can hold: remove it"
         )
-    return recipe
+    return with_recorded_date(recipe)
 
 
 def _name_methods(values: dict[str, Any]) -> None:

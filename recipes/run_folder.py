@@ -29,6 +29,7 @@ from draftsmith.recipes.removed import drop_unset
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
+SETTINGS, TEMPLATE_DATE = "distill_settings.json", "target.template_date"
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -173,6 +174,43 @@ def check_no_training_reads(data: Path) -> None:
                 "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "
                 "recipe another `name`"
             )
+
+
+def as_distilled(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with the values that its data folder was distilled with, and a sentence if they differ from it.
+
+    What was distilled decides: later stages read those answers, whatever the recipe or an override says of them.
+    """
+    folder, differing = RunFolder(recipe).data, []
+    if not (folder / SETTINGS).is_file():
+        return recipe, ""
+    stored = drop_unset(read_json(folder / SETTINGS, dict[str, Any], "restore it, or distil again"))
+    sections = {}
+    for name, section in (("distill", recipe.data.distill), ("conversations", recipe.data.conversations)):
+        now = json.loads(section.model_dump_json(exclude={"options", "limit", "decontaminate"}))
+        values = {key: stored[f"data.{name}.{key}"] for key in now if f"data.{name}.{key}" in stored}
+        different = {key: value for key, value in values.items() if _flat(value) != _flat(now[key])}
+        differing += [f"data.{name}.{key} = {value!r}" for key, value in different.items()]
+        plain = {key: value for key, value in different.items() if not isinstance(value, list | dict)}
+        sections[name] = section.model_copy(update=plain)
+    sentence = f"the data in {folder} decide, which were distilled with {', '.join(differing)}, unlike this recipe"
+    data = recipe.data.model_copy(update=sections)
+    return recipe.model_copy(update={"data": data}), sentence if differing else ""
+
+
+def recorded_date(data: Path) -> str | None:
+    """Return the date that the chat template wrote into the prompts of a data folder; None if it wrote none."""
+    file = data / SETTINGS
+    return read_json(file, dict[str, Any], "restore it, or distil again").get(TEMPLATE_DATE) if file.is_file() else None
+
+
+def with_recorded_date(recipe: Recipe) -> Recipe:
+    """Return the recipe with the date of its data folder's prompts, unless it names one or the folder has none."""
+    day = None if recipe.target.template_date else recorded_date(RunFolder(recipe).data)
+    if day is None:
+        return recipe
+    target = recipe.target.model_copy(update={"template_date": day})
+    return recipe.model_copy(update={"target": target})
 
 
 def target_settings(recipe: Recipe) -> dict[str, Any]:

@@ -5,10 +5,11 @@ drafter's `Options`.
 """
 
 import re
+from datetime import date
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.files import expand_home
 
@@ -37,6 +38,7 @@ def _check_method_name(name: str) -> str:
     return check_name(recipe_name) + (slash and slash + check_name(own_name))
 
 
+Day = Annotated[str, BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())]
 MethodName = Annotated[str, AfterValidator(_check_method_name)]
 
 
@@ -98,6 +100,12 @@ class TargetRecipe(Section):
         {},
         description="variables of the chat template, in all stages; set them as they will be set for serving, as "
         "`{enable_thinking: false}` for Qwen3 without reasoning",
+    )
+
+    template_date: Day | None = Field(
+        None,
+        description="date that a chat template writes which asks for today's; by default the day on which the run's "
+        "first answers were distilled, in all its stages",
     )
 
     @property

@@ -6,10 +6,11 @@ from typing import Any
 
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.engines.engine import answer_options
+from draftsmith.data.sources.distilled import undated_template
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.files import file_sha256
-from draftsmith.recipes.run_folder import check_settings, target_settings, write_settings
+from draftsmith.recipes.run_folder import TEMPLATE_DATE, check_settings, recorded_date, target_settings, write_settings
 from draftsmith.recipes.schema import DataRecipe, Recipe
 
 
@@ -43,6 +44,8 @@ class FolderSettings:
             UserError: The settings differ.
         """
         if has_answers(self._data):
+            if TEMPLATE_DATE in self._values and recorded_date(self._data) is None:  # answered before dates were kept
+                del self._values[TEMPLATE_DATE]
             check_settings(self._file, self._values, "distil again", may_decrease=["data.max_length_tokens"])
             self.are_fixed = True
 
@@ -84,7 +87,8 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         **answer_options(recipe),
         **target_settings(recipe),
         "the target's weights (hash)": weights,
-        "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "the target's chat template (hash)": hashlib.sha256(undated_template(tokenizer).encode()).hexdigest()[:16],
+        **({TEMPLATE_DATE: str(day)} if (day := getattr(tokenizer, "template_date", None)) else {}),
         "data.max_length_tokens": recipe.data.max_length_tokens,
         "seed": recipe.seed,
     }

@@ -233,5 +233,11 @@ def check_answers(recipe: Recipe, tokenizer: Any, weights: str | None) -> None:
 
 def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
     """Return SHA-256 of a tokenizer's vocabulary and of its chat template."""
-    parts = {"vocabulary": json.dumps(tokenizer.get_vocab(), sort_keys=True), "chat_template": tokenizer.chat_template}
+    parts = {"vocabulary": json.dumps(tokenizer.get_vocab(), sort_keys=True)}
+    parts["chat_template"] = undated_template(tokenizer)
     return {name: hashlib.sha256(str(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+def undated_template(tokenizer: Any) -> str:
+    """Return the text of the chat template, with the call of today's date where one was frozen (`freeze_date`)."""
+    return str(getattr(tokenizer, "undated_chat_template", tokenizer.chat_template))

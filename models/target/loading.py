@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from draftsmith.recipes.schema import TargetRecipe
 
 # Variables that transformers, SGLang and vLLM pass to a chat template themselves.
 BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function, with a format
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 LONGEST_CHAT_TOKENS = 4096  # of a chat with its next answer, unless the target holds fewer
@@ -147,8 +150,29 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
             "text, or use the chat-tuned version of the model"
         )
     if recipe.chat_template_kwargs:
-        tokenizer.chat_template = with_variables(tokenizer.get_chat_template(), recipe.chat_template_kwargs)
+        tokenizer.chat_template = with_variables(tokenizer.chat_template, recipe.chat_template_kwargs)
+    freeze_date(tokenizer, date.fromisoformat(recipe.template_date) if recipe.template_date else date.today())
     return tokenizer
+
+
+def freeze_date(tokenizer: Any, day: date) -> None:
+    """Put a fixed date into chat templates that write today's, so that a prompt is the same on every day.
+
+    The tokenizer gets `template_date`, the date or None if its templates write none, and `undated_chat_template`.
+    """
+    undated = tokenizer.chat_template
+    tokenizer.chat_template = _each_template(
+        undated, lambda text: TODAY.sub(lambda call: repr(day.strftime(call[2])), text)
+    )
+    tokenizer.undated_chat_template = undated
+    tokenizer.template_date = day if tokenizer.chat_template != undated else None
+
+
+def _each_template(templates: str | dict[str, str], change: Callable[[str], str]) -> Any:
+    """Change a template, or each of several named ones."""
+    if isinstance(templates, str):
+        return change(templates)
+    return {name: change(template) for name, template in templates.items()}
 
 
 def template_variables(template: str) -> set[str]:
@@ -160,13 +184,14 @@ def template_variables(template: str) -> set[str]:
         return set()
 
 
-def with_variables(template: str, values: dict[str, Any]) -> str:
-    """Set variables at the start of a chat template, so that every renderer uses them.
+def with_variables(template: str | dict[str, str], values: dict[str, Any]) -> Any:
+    """Set variables at the start of a chat template, or of each of several named ones, for every renderer.
 
     Raises:
-        UserError: The template does not read such a variable.
+        UserError: No template reads such a variable.
     """
-    known = template_variables(template)
+    texts = [template] if isinstance(template, str) else template.values()
+    known = set[str]().union(*map(template_variables, texts))
     for name in values:
         if name not in known:
             switches = known - BUILTIN_VARIABLES
@@ -176,8 +201,8 @@ def with_variables(template: str, values: dict[str, Any]) -> str:
             )
     # Jinja reads JSON values as Python writes them. A template's own first line break would be taken for the one
     # after a block.
-    settings = (f"{{% set {name} = {value!r} %}}\n" for name, value in values.items())
-    return "".join(settings) + template
+    settings = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in values.items())
+    return _each_template(template, lambda text: settings + text)
 
 
 def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:

@@ -14,9 +14,12 @@ from draftsmith.files import file_sha256
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import (
     OWNER_FILE,
+    TEMPLATE_DATE,
     RunFolder,
+    as_distilled,
     check_settings,
     run_lock,
+    with_recorded_date,
     with_run_lock,
     write_settings,
 )
@@ -147,3 +150,22 @@ def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:
     without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}
     with pytest.raises(UserError, match=r"data.max_length_tokens = 512, now it is None"):
         check_settings(tmp_path / "settings.json", without, "distil again", ["data.max_length_tokens"])
+
+
+def test_what_was_distilled_decides(tmp_path: Path) -> None:
+    """Later stages and the card say what the data were; a date in the prompts is that of the first answers."""
+    recipe = Recipe.model_validate({"name": "r", "runs_dir": str(tmp_path), "data": {"distill": {"temperature": 1.0}}})
+    assert as_distilled(recipe) == (recipe, "")
+    assert with_recorded_date(recipe) is recipe
+    conversations = {key: value for key, value in recipe.data.conversations.model_dump().items() if key != "mixture"}
+    settings = {f"data.conversations.{key}": value for key, value in conversations.items()}
+    settings["data.conversations.filters"]["languages"] = []  # of the release before
+    settings |= {"data.distill.temperature": 0.0, "data.distill.cut_answers": "drop", "seed": 3}
+    write_settings(RunFolder(recipe).data / "distill_settings.json", settings | {TEMPLATE_DATE: "2026-03-01"})
+    decided, sentence = as_distilled(recipe)
+    assert (decided.data.distill.temperature, decided.data.distill.cut_answers) == (0.0, "drop")
+    assert sentence.endswith("were distilled with data.distill.temperature = 0.0, unlike this recipe")
+    assert as_distilled(decided) == (decided, "")
+    assert with_recorded_date(recipe).target.template_date == "2026-03-01"
+    named = recipe.model_copy(update={"target": recipe.target.model_copy(update={"template_date": "2026-05-05"})})
+    assert with_recorded_date(named) is named

@@ -26,7 +26,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from draftsmith.data.sources.files import JSON_SUFFIXES, TABLE_SUFFIXES
 from draftsmith.errors import masked
 from draftsmith.files import write_atomically
-from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, as_distilled
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.report import TrainReport
@@ -68,6 +68,7 @@ def write_drafter_card(
         proof: Result of `draftsmith prove` for these weights.
         publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
     """
+    recipe, _ = as_distilled(recipe)
     folder = RunFolder(recipe).drafter
     file = folder / CARD_FILE
     by_hand = file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace")

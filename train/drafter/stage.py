@@ -31,6 +31,7 @@ from draftsmith.recipes.run_folder import (
     STARTED_FILE,
     TRAINING_FILE,
     RunFolder,
+    as_distilled,
     check_settings,
     is_first_process,
     target_settings,
@@ -78,6 +79,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         LostProcess: Another process of this training ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the current step was finished and saved.
     """
+    recipe, contradiction = as_distilled(recipe)
     run = RunFolder(recipe)
     args = recipe_arguments(recipe)
     online = recipe.data.features.source == "online"
@@ -119,6 +121,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if trainer.is_world_process_zero():
         _check_free_space(run.drafter, drafter)
         write_settings(started, settings)
+        if contradiction:
+            print(f"{recipe.name}: {contradiction}")
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")

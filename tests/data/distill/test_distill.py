@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +27,9 @@ from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
+from draftsmith.models.target.loading import freeze_date
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder, run_lock, write_settings
+from draftsmith.recipes.run_folder import TEMPLATE_DATE, RunFolder, run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
@@ -498,3 +500,26 @@ def test_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> 
     rows, _ = tokenize_rows(engine.tokenizer, found, 4096)
     assert [row.answers() for row in rows] == [list(found.answer_ids)]  # one row, each answer with loss, as it was said
     assert found.tools == tuple(TOOLS)
+
+
+def test_prompts_of_a_folder_have_one_date(source: Path, tmp_path: Path) -> None:
+    """Its settings keep the date; answers of another day are refused, and old folders without a date go on."""
+
+    def dated(day: int) -> Any:
+        tokenizer = tiny_tokenizer("{{ strftime_now('%d %b') }}\n" + templates.CHATML)
+        freeze_date(tokenizer, date(2026, 3, day))
+        return tokenizer
+
+    few, more = make_recipe(source), make_recipe(source)
+    few.data.conversations.limit = 3
+    run(few, tmp_path / "out", HashEngine(dated(1)))
+    with pytest.raises(UserError, match=r"started with target.template_date = '2026-03-01', now it is '2026-03-02'"):
+        run(more, tmp_path / "out", HashEngine(dated(2)))
+    engine = HashEngine(dated(1))
+    run(more, tmp_path / "out", engine)
+    assert all(prompt.startswith("01 Mar") for call in engine.calls for prompt in call)
+    made = next(iter(read_distilled(tmp_path / "out")))
+    assert [engine.tokenizer.decode(ids or [])[:6] for ids in made.prompt_ids] == ["01 Mar"] * len(made.answer_ids)
+    settings = tmp_path / "out" / "distill_settings.json"
+    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != TEMPLATE_DATE}))
+    assert run(more, tmp_path / "out", HashEngine(dated(2))).already_done == len(QUESTIONS)

@@ -1,16 +1,19 @@
 """The target is frozen, its features feed its LM head, and bad ones are refused in one sentence."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig
 
+from draftsmith.data.sources.distilled import tokenizer_hashes
 from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, load_target_config, weights_hash
+from draftsmith.models.target.loading import freeze_date, load_target, load_target_config, weights_hash, with_variables
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -86,6 +89,26 @@ SWITCHED = (
     "{% generation %}{% if enable_thinking is defined and not enable_thinking %}{{ tone }}:{{ rules[1]['a'] }}"
     "{% endif %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
+
+
+def test_named_templates_all_get_the_variables_and_one_date() -> None:
+    """Llama 3.2's and gpt-oss's templates write today's date; a run's prompts have that of its first answers."""
+    tokenizer = tiny_tokenizer("")
+    dated = "{{ strftime_now('%d %b %Y') }} {{ tone }}"
+    tokenizer.chat_template = with_variables(
+        {"default": dated, "tool_use": "{{ messages[0].content }}"}, {"tone": "dry"}
+    )
+    freeze_date(tokenizer, date(2026, 3, 1))
+    assert tokenizer.chat_template["default"].endswith("{{ '01 Mar 2026' }} {{ tone }}")
+    assert all("set tone = 'dry'" in template for template in tokenizer.chat_template.values())
+    assert tokenizer.template_date == date(2026, 3, 1)
+    of_march = tokenizer_hashes(tokenizer)
+    tokenizer.chat_template = tokenizer.undated_chat_template
+    freeze_date(tokenizer, date(2026, 3, 2))
+    assert tokenizer_hashes(tokenizer) == of_march
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    freeze_date(tokenizer, date(2026, 3, 2))
+    assert tokenizer.template_date is None
 
 
 def test_chat_template_variables_reach_every_rendering(target_folder: Path) -> None:
