@@ -1,7 +1,7 @@
 """The commands of the command line.
 
-`main` defines every command with its options, `console` prints and writes `--json`, `stages` runs stages that several
-commands share, `artifacts` reads and writes the files that commands store for one another. The longer commands have a
-separate file each (`init`, `evaluate`, `engine_bench` with `agreement`, `compare`, `doctor`, `tune`, `prove`, `push`;
-`chat` and `demo` in the terminal). May import everything.
+`app` is the group of commands, `main` and `measuring` define these with their options, `console` prints and writes
+`--json`, `stages` runs stages that several commands share, `artifacts` reads and writes the files that commands store
+for one another. The longer commands have a separate file each (`init`, `evaluate`, `engine_bench` with `agreement`,
+`compare`, `doctor`, `tune`, `prove`, `push`; `chat` and `demo` in the terminal). May import everything.
 """

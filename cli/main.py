@@ -6,7 +6,6 @@ so that `--help` and a mistyped recipe respond immediately.
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,7 +15,21 @@ from typing import Annotated, Literal
 import typer
 import yaml
 
-from draftsmith.cli.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
+from draftsmith.cli import measuring  # noqa: F401  (it registers its commands)
+from draftsmith.cli.app import (
+    DATA,
+    SHIP,
+    START,
+    TRAIN,
+    OtherDrafter,
+    Overrides,
+    RecipeOrShipped,
+    RecipePath,
+    app,
+    print_next_command,
+    print_next_steps,
+)
+from draftsmith.cli.console import console, heading, tell
 from draftsmith.cli.stages import (
     launch_training,
     make_drafter,
@@ -27,61 +40,9 @@ from draftsmith.cli.stages import (
     run_train,
 )
 from draftsmith.errors import UserError, masked, read_api_key
-from draftsmith.provenance import versions
-from draftsmith.recipes.loading import load_compared, load_recipe, shipped_files, shipped_folder, summary_of
+from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folder, summary_of
 from draftsmith.recipes.run_folder import RunFolder, run_lock
-from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
-
-RecipePath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
-]
-RecipeOrShipped = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[RECIPE]",
-        help="Recipe of a trained drafter; default: SmolLM2 with the drafter that ships with draftsmith.",
-    ),
-]
-OtherDrafter = Annotated[str | None, typer.Option(help="Drafter to use instead: a folder or a Hub id.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's, as train.max_steps=100."),
-]
-
-
-def _show_version(is_set: bool) -> None:
-    if is_set:
-        print("draftsmith", versions().get("draftsmith", "(not installed)"))
-        raise typer.Exit
-
-
-START, DATA, TRAIN, MEASURE, SHIP = PANELS
-app = typer.Typer(
-    cls=WithTerminalOptions,
-    help="Train a drafter for your LLM and measure how much faster it generates.\n\nBegin with `draftsmith demo`.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
-    ] = False,
-    json_place: Annotated[
-        str | None,
-        typer.Option(
-            JSON,
-            metavar="[FILE]",
-            help="Write the results as JSON to FILE, or to stdout, which then holds nothing else.",
-        ),
-    ] = None,
-    quiet: Annotated[bool, typer.Option(*QUIET, help="Print errors and --json's output only.")] = False,
-) -> None:
-    pass
+from draftsmith.recipes.schema import MethodConfig, Recipe
 
 
 @app.command(rich_help_panel=DATA, short_help="Answer your conversations with the target")
@@ -105,7 +66,7 @@ def distill(
             style="bold",
         )
         return
-    _print_next_command("train", recipe, overrides)
+    print_next_command("train", recipe, overrides)
 
 
 @app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
@@ -120,7 +81,7 @@ def features(
     loaded = load_recipe(recipe, overrides)
     tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
-    _print_next_command("train", recipe, [*offline, "data.features.source=offline"])
+    print_next_command("train", recipe, [*offline, "data.features.source=offline"])
 
 
 @app.command(rich_help_panel=TRAIN, short_help="Train the drafter")
@@ -140,94 +101,7 @@ def train(
         tell(launch_training(loaded, str(recipe), overrides or [], processes))
     else:
         tell(run_train(loaded))
-    _print_next_command("eval", recipe, overrides)
-
-
-@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup")
-def evaluate_command(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
-    ] = 1,
-) -> None:
-    """Measure how much faster the drafter makes the target, and write report.html."""
-    loaded = load_recipe(recipe, overrides)
-    run_eval(loaded, processes=processes)
-    tell(measured_result(loaded))
-    _print_next_steps(loaded, source=recipe, overrides=overrides)
-
-
-@app.command(rich_help_panel=MEASURE, short_help="Measure the drafter in an engine")
-def bench(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    *,
-    engine: Annotated[
-        Literal["vllm", "sglang", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
-    ],
-    concurrency: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1."
-        ),
-    ] = None,
-    engine_options: Annotated[
-        str | None,
-        typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
-    ] = None,
-    plain_server: Annotated[
-        str | None, typer.Option(help="URL of a running server of the target without the drafter.")
-    ] = None,
-    server_model: Annotated[
-        str | None, typer.Option(help="Name of the target on these servers, if they serve several models.")
-    ] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
-    ] = None,
-    llama_server: Annotated[
-        Path | None,
-        typer.Option(
-            help="With llamacpp: path of llama-server; default: the one on PATH, or from `make llamacpp-env`."
-        ),
-    ] = None,
-    target_gguf: Annotated[
-        Path | None, typer.Option(help="With llamacpp: the target's GGUF file; default: the recipe's target.gguf_file.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="With llamacpp: dtype of the drafter: f32, f16, bf16 (default), q8_0 or q4_0.")
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="With llamacpp: maximum number of draft tokens per round; default: as trained."),
-    ] = None,
-) -> None:
-    """Measure tokens/s, first tokens and acceptance in an engine, and check that it accepts what draftsmith accepts."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.cli.engine_bench import ServingOptions
-    from draftsmith.cli.engine_bench import bench as measure_in_engine
-
-    options = ServingOptions(
-        engine, concurrency, engine_options, server, plain_server, server_model, api_key_env, llama_server, target_gguf,
-        dtype, draft_tokens,
-    )  # fmt: skip
-    heading("bench", f"{loaded.name} in {engine}")
-    tell(asdict(measure_in_engine(loaded, options)))
-
-
-@app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
-def report(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Write the tables and report again from the records of `eval`."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.cli.evaluate import report_again
-
-    report_again(loaded)
-    tell(measured_result(loaded))
-    _print_next_steps(loaded, source=recipe, overrides=overrides)
+    print_next_command("eval", recipe, overrides)
 
 
 @app.command(rich_help_panel=START, short_help="See a small chat model gain from its drafter")
@@ -301,7 +175,7 @@ def init(
         console.print(f"Note: the chat template reads {THINKING}: set it in {written} as it will be set for serving.")
     tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
     console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
-    _print_next_command("plan", written, None)
+    print_next_command("plan", written, None)
 
 
 @app.command(rich_help_panel=START, short_help="Chat in the terminal, drafter on or off")
@@ -456,7 +330,7 @@ def doctor(
     if diagnosis.count("defect"):
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
-    _print_next_command("train" if is_distilled else "distill", recipe, overrides)
+    print_next_command("train" if is_distilled else "distill", recipe, overrides)
 
 
 @app.command(rich_help_panel=START, short_help="Distil, train and measure in one go")
@@ -469,46 +343,7 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     made = make_drafter(loaded)
     run_eval(loaded)
     tell({**made, "eval": measured_result(loaded)})
-    _print_next_steps(loaded, source=recipe, overrides=overrides)
-
-
-@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree here")
-def tune(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    questions: Annotated[int, typer.Option(min=1, help="Number of questions to tune on.")] = 14,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
-    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each of the best trees.")] = 5,
-) -> None:
-    """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.cli.tune import tune as find_tree
-
-    heading("tune", f"{loaded.name}: {loaded.target.model}")
-    tuned = find_tree(loaded, questions, new_tokens, turns)
-    tell(tuned.as_json())
-    tuned.show()
-
-
-@app.command(rich_help_panel=MEASURE, short_help="Prove that outputs are unchanged")
-def prove(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of questions to use; only the first turn of each.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Number of sampled answers per question.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 48,
-) -> None:
-    """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
-    loaded = load_recipe(recipe, overrides)
-    from draftsmith.cli.prove import prove as collect_evidence
-    from draftsmith.cli.prove import show_proof
-
-    heading("prove", f"{loaded.name}: {loaded.target.model}")
-    proof = collect_evidence(loaded, prompts, samples, new_tokens)
-    tell(proof.as_json())
-    show_proof(proof)
-    if not proof.holds:
-        raise typer.Exit(1)
+    print_next_steps(loaded, source=recipe, overrides=overrides)
 
 
 @app.command(rich_help_panel=SHIP, short_help="Publish on the Hugging Face Hub")
@@ -653,86 +488,7 @@ def plan(
     )
     tell(asdict(planned))
     show_plan(planned, console)
-    _print_next_command("doctor", recipe, overrides)
-
-
-@app.command(rich_help_panel=TRAIN, short_help="Train or rank several drafters")
-def compare(
-    recipes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
-            help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
-            '"quickstart drafter.kind=eagle". Or folders of measured runs.',
-        ),
-    ],
-    name: Annotated[
-        str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
-    ] = "comparison",
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
-) -> None:
-    """Train several drafters on the same data and measure them side by side; or compare measured runs."""
-    runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
-    if runs:
-        if seeds != 1 or len(runs) < len(recipes):
-            raise UserError(
-                "compare got folders of measured runs together with recipes or --seeds: give the folders alone"
-            )
-        from draftsmith.cli.compare import compare_runs, show_runs
-
-        rows = compare_runs(runs)
-        tell(rows)
-        show_runs(rows)
-        return
-    try:
-        check_name(name)
-    except ValueError as error:
-        raise UserError(f"option --name: {error}, not {name!r}") from None
-    loaded, named = load_compared(recipes)
-    from draftsmith.cli.compare import compare as measure_together
-    from draftsmith.cli.compare import with_seeds
-
-    words = ["draftsmith", "compare", *recipes, "--name", name]
-    words += [] if seeds == 1 else ["--seeds", str(seeds)]
-    rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
-    tell(rows)
-    _print_next_steps(*measured)
-
-
-def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: list[str] | None = None) -> None:
-    """Print where the results of `eval` are, and the command that usually follows.
-
-    Args:
-        source: The recipe's file or name, for that command.
-    """
-    from draftsmith.eval.bench.measured_methods import drafter_folders
-
-    for recipe in measured:
-        root = RunFolder(recipe).root
-        console.print(
-            f"\nReport    {root / 'report.html'}  (by category, depth and round; and report.md)", markup=False
-        )
-        for folder in drafter_folders(recipe):
-            console.print(f"Drafter   {folder}", markup=False)
-    if any(recipe.target.model == "embedded" for recipe in measured):
-        console.print(
-            f"\nNext: {_program()} demo (a chat model that gains); docs/guides/train.md is the road for your own"
-        )
-    elif source is not None:
-        from draftsmith.models.formats.exporting import EXPORTERS
-
-        _print_next_command("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
-
-
-def _program() -> str:
-    """Return the name by which the shell finds this program, which `make` runs out of its environment's folder."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "draftsmith" and shutil.which("draftsmith") is None else "draftsmith"
-
-
-def _print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
-    words = [_program(), command, str(recipe), *(overrides or [])]
-    console.print(f"Next: {masked(shlex.join(words))}", markup=False)
+    print_next_command("doctor", recipe, overrides)
 
 
 def main() -> None:

@@ -137,7 +137,8 @@ def commands() -> list[str]:
     """Return every command by group: what it does, how it is called, and its options."""
     from typer.main import get_group
 
-    from draftsmith.cli.main import PANELS, app
+    from draftsmith.cli.console import PANELS
+    from draftsmith.cli.main import app
 
     group: Any = get_group(app)
     lines: list[str] = []
