@@ -51,9 +51,11 @@ from draftsmith.data.tokens.templates import (
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
+from draftsmith.models.formats.importing import IMPORT_FILE
 from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.gguf_file import get_gguf_file
@@ -545,10 +547,21 @@ def _check_start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
         yield Finding("drafter.init", "ok", start_sentence(start_from(drafter, folder, init)))
 
 
+def _drafter_config(recipe: Recipe, target: PreTrainedModel) -> DrafterConfig:
+    """Return the config of the run's imported drafter, or of the drafter that the recipe describes.
+
+    Raises:
+        UserError: The recipe's options do not fit the target, or the imported drafter is damaged.
+    """
+    if (RunFolder(recipe).drafter / IMPORT_FILE).is_file():
+        return exporting.trained_drafter(recipe).config
+    return load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+
+
 def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
     """List the engines that load this drafter once it is trained; a warning if none does."""
     try:
-        config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+        config = _drafter_config(recipe, target)
     except UserError:  # reported as the drafter's defect
         return
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
@@ -564,7 +577,7 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]
 
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
-    config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+    config = _drafter_config(recipe, target)
     if (refused := exporting.refusal(config, to)) is not None:
         yield Finding("export", "defect", f"{config.kind}: {refused}")
         return

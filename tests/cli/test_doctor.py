@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -21,7 +21,12 @@ from draftsmith.data.engines import vllm_engine
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.rows import tokenize_rows
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import ParallelDecoder
+from draftsmith.models.formats.importing import IMPORT_FILE
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.run_folder import RunFolder
 
 VOCABULARY = 400
 TALK = [
@@ -317,5 +322,11 @@ def test_serve_command_is_shown(tmp_path: Path) -> None:
     assert "drafter.options.first_token=false" in findings["served/first token"]["sentence"]
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={first_token: false}")
     assert "served/first token" not in findings
+    own = ["drafter.kind=peagle", "name=theirs"]
+    recipe = load_recipe(tmp_path / "mine.yaml", own)
+    drafter = load_drafter_class("peagle").from_target(load_target(recipe.target)[0], {"num_masks": 2})
+    save_trained(recipe, drafter)
+    (RunFolder(recipe).drafter / IMPORT_FILE).touch()  # drafts as many tokens as it was published with
+    assert '"num_speculative_tokens": 3,' in mine.examine("--serve", "vllm", *own)[1]["served/command"]["sentence"]
     result = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "mine.yaml"), "--serve", "vlm"])
     assert (result.exit_code, "there is no format vlm: did you mean `vllm`?" in result.stderr) == (2, True)
