@@ -1,0 +1,327 @@
+"""`draftsmith doctor`'s checks of the data: chat template, engine, conversations, and the tokens to train on.
+
+Shapes: S tokens of an example.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from draftsmith.cli.diagnosis import Diagnosis, Finding
+from draftsmith.data.distill.distill import CUT_SHORT
+from draftsmith.data.distill.ledger import SHARDS, LedgerView
+from draftsmith.data.distill.limits import (
+    ITS_TOKENIZER,
+    TargetLimits,
+    count_prompts_with_room,
+    no_room_sentence,
+    target_limits,
+)
+from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report
+from draftsmith.data.engines.engine import check_engine
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.distilled import check_answers
+from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_ids
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.rows import tokenize_rows
+from draftsmith.data.tokens.templates import (
+    PROBE,
+    TemplateProblem,
+    TemplateRefusal,
+    missing_header_sentence,
+    special_ids,
+)
+from draftsmith.errors import UserError
+from draftsmith.models.target.loading import (
+    template_variables,
+    weights_hash,
+)
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+SAMPLE_CONVERSATIONS = 256
+EXAMPLE_ROWS = 64
+MANY_LOST_FRAC = 0.25  # of the conversations: above it, the rest may no longer represent the source
+LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the training's compute is wasted
+THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
+LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
+NO_STOP = "so the drafter would not learn to stop"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Limits that every example must obey: the target's sizes and the tokenizer's special tokens.
+
+    vocabulary_size: rows of the embedding. ends: ids of tokens, each of which ends an answer.
+    """
+
+    tokenizer: Any
+    limits: TargetLimits
+    vocabulary_size: int
+    special: frozenset[int]
+    ends: frozenset[int]
+
+    def name_of(self, token_id: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token_id))
+
+
+def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
+    """Return the limits of the target's examples.
+
+    Raises:
+        UserError: The chat template marks no answers.
+    """
+    special = special_ids(tokenizer)
+    ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | frozenset(template_end_ids(tokenizer))
+    size = target.get_input_embeddings().weight.shape[0]
+    return Expected(tokenizer, target_limits(target.config), size, special, ends)
+
+
+def check_template(tokenizer: Any) -> Iterator[Finding]:
+    if without_header := missing_header_sentence(tokenizer):
+        yield Finding("generation prompt", "warning", without_header)
+    if tokenizer.template_date is not None:
+        sentence = f"the chat template writes today's date; every stage of this run writes {tokenizer.template_date}"
+        yield Finding("date", "ok", f"{sentence} (target.template_date)")
+    named = tokenizer.chat_template
+    texts = named.values() if isinstance(named, dict) else [named]
+    if any(THINKING in template_variables(text) for text in texts):
+        sentence = (
+            f"the chat template reads {THINKING}, which is not set, so that the target may think before it answers: "
+            f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
+        )
+        yield Finding("thoughts", "warning", sentence)
+
+
+def check_engine_options(recipe: Recipe) -> Iterator[Finding]:
+    """Check the engine's options and its installation."""
+    if recipe.data.distill.engine != "none":
+        check_engine(recipe)
+    yield from ()
+
+
+def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
+    """Read all of the recipe's conversations and tokenise a sample."""
+    counts, chosen = SourceCounts(), recipe.data.conversations
+    data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
+    found: list[Conversation] = []
+    try:
+        check_answers(recipe, expected.tokenizer, weights_hash(recipe.target))
+        found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
+    finally:
+        if counts.total.invalid:
+            yield _describe_invalid(recipe, expected.tokenizer, counts.total.invalid, len(found))
+    for name, tally in counts.by_source.items():
+        lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
+        yield Finding(f"source {name}", "warning" if lost else "ok", tally.sentence(), tally.as_json())
+    if not question_sources(recipe):
+        sentence = "not searched for in the conversations: data.conversations.decontaminate is empty"
+        yield Finding("evaluation questions", "warning", sentence)
+
+    sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
+    rows: list[TokenizedConversation] = []
+    problems: list[TemplateProblem] = []
+    cut = too_long = 0
+    thoughts, masks_copies = None, recipe.data.loops == "mask"
+    try:
+        thoughts = reasoning_ids(expected.tokenizer, recipe.data)
+    except UserError as error:
+        yield Finding("thoughts", "defect", str(error))
+    for conversation in sample:
+        whole = conversation
+        if not conversation.is_answered:  # placeholder answers show whether the prompts fit and the template works
+            turns = [PROBE[1] if turn.role == "assistant" and turn.is_empty else turn for turn in conversation.turns]
+            ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
+            whole = replace(conversation, turns=(*turns, *ending))
+        try:
+            found_rows, row_counts = tokenize_rows(
+                expected.tokenizer, whole, recipe.data.max_length_tokens, recipe.data.too_long
+            )
+        except TemplateProblem as problem:
+            problems.append(problem)
+            continue
+        too_long += not found_rows
+        cut += row_counts["answers_cut"] + row_counts["answers_out"] > 0
+        if conversation.is_answered:
+            rows += mask_rows(found_rows, thoughts, masks_copies)[0]
+
+    size, length = len(sample), recipe.data.max_length_tokens
+    asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
+    stopped = len(problems) == size or (asks and any(isinstance(problem, TemplateRefusal) for problem in problems))
+    fault = f"fails for {len(problems)} of {size} conversations: {problems[0]}" if problems else ""
+    yield Finding.of(
+        "chat template",
+        f"works for {size} of {len(found)} conversations, all that were tried",
+        {"refused": len(problems), "sampled": size},
+        (problems, "defect" if stopped else "warning", fault),
+    )
+    counted = f"of {size} conversations {cut} have answers that are cut at {length} tokens or lie beyond"
+    counted += f", of {too_long} no answer begins before"
+    way_out = "raise data.max_length_tokens or use shorter conversations"
+    many = cut > MANY_LOST_FRAC * size
+    yield Finding.of(
+        "over-long",
+        counted,
+        {"cut": cut, "too_long": too_long, "conversations": size},
+        (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
+        (many, "warning", f"{counted}: {way_out}"),
+    )
+    if recipe.data.distill.engine != "none":
+        yield _check_room(recipe, expected, found)
+    yield from check_rows(
+        rows, expected, "set target.chat_template to a template without this fault", masks_copies, length
+    )
+    if unanswered := sum(not conversation.is_answered for conversation in found):
+        sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
+        yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
+    diagnosis.rows = rows
+
+
+def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], valid: int) -> Finding:
+    """Count the invalid conversations, which end a distillation unless it skips them."""
+    is_skipped = recipe.data.conversations.skip_invalid
+    what = "invalid ones are skipped: correct the source to use them"
+    if not is_skipped:
+        try:
+            deque(load_conversations(recipe, None, tokenizer), maxlen=0)
+        except UserError as error:  # with the place of the first one, and the way out
+            what = f"distillation would stop at {error}"
+    sentence = f"{counted_reasons(reasons)}, {valid} valid conversations; {what}"
+    figures = {"count": reasons.total(), "reasons": dict(reasons), "valid": valid}
+    return Finding("invalid conversations", "warning" if is_skipped else "defect", sentence, figures)
+
+
+def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:
+    """Check whether prompts leave room for answers."""
+    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
+    counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
+    way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
+    return Finding.of(
+        "room for answers",
+        f"{fitting} of {looked_at} prompts leave room for an answer",
+        {"fitting": fitting, "prompts": looked_at},
+        (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, expected.limits)),
+        (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
+    )
+
+
+def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
+    """Check every row of the dataset that distillation wrote to `folder`/tokens."""
+    dataset = load_tokens(RunFolder(recipe), recipe.name)
+    if (folder / SHARDS).exists():
+        # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
+        view = LedgerView(folder)
+        cut_short, total = view.shortened[CUT_SHORT] + view.failed[CUT_SHORT], len(view) + view.failed.total()
+        sentence = f"{cut_short} of {total} conversations ended, or were dropped, at an answer that hit max_new_tokens"
+        way_out = f"{sentence}: raise data.distill.max_new_tokens and distil under another name"
+        many = cut_short > MANY_LOST_FRAC * total
+        figures = {"cut_short": cut_short, "conversations": total}
+        yield Finding.of("answers cut short", sentence, figures, (many, "warning", way_out))
+    batches = dataset.with_format("numpy").iter(batch_size=1024)
+    pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
+    remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
+    report = recorded_report(folder / "tokens")
+    masked = report is not None and report.copied_tokens > 0
+    yield from check_rows(
+        (TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked, recipe.data.max_length_tokens
+    )
+    examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
+    diagnosis.rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples] or diagnosis.rows
+
+
+def check_rows(
+    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool, max_length_tokens: int
+) -> Iterator[Finding]:
+    """Check the examples' share of loss, end tokens, double BOS, vocabulary and positions.
+
+    Args:
+        rows: The examples; read once, so may be a generator over more than memory holds.
+        expected: The limits that they must obey.
+        remedy: The way out for examples that are wrong themselves.
+        copies_masked: Answers have gaps in their loss, because of `data.loops: mask`.
+        max_length_tokens: Examples of this length may end within an answer.
+    """
+    sums: Counter[str] = Counter()
+    double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
+    longest = 0
+    for row in rows:
+        ids_s, mask_s = np.asarray(row.input_ids), np.asarray(row.loss_mask)
+        sums.update(rows=1, tokens=len(ids_s), loss=int((mask_s != 0).sum()), rows_without_loss=int(not mask_s.any()))
+        longest = max(longest, len(ids_s))
+        outside.update(ids_s[(ids_s < 0) | (ids_s >= expected.vocabulary_size)].tolist())
+        if len(ids_s) > 1 and ids_s[0] == ids_s[1] and int(ids_s[0]) in expected.special:
+            double_starts[int(ids_s[0])] += 1
+        whole_s = np.asarray(row.with_copies().loss_mask) if copies_masked else mask_s
+        border_s = np.diff(np.concatenate([[0], whole_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
+        for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
+            sums["answers"] += 1
+            if int(ids_s[end - 1]) in expected.ends or end == max_length_tokens:
+                continue
+            if expected.ends.intersection(ids_s[begin:end].tolist()):
+                sums["overrun"] += 1
+            elif end < len(ids_s) and int(ids_s[end]) in expected.ends:
+                silent_ends[int(ids_s[end])] += 1
+            else:
+                sums["endless"] += 1
+    if not sums["rows"]:
+        return
+
+    tokens, loss, empty, answers = (sums[name] for name in ("tokens", "loss", "rows_without_loss", "answers"))
+    frac = loss / max(1, tokens)
+    share = f"{frac:.1%} of {tokens:,} tokens in {sums['rows']:,} examples carry loss"
+    ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
+    faults = {
+        f"do not end with {ends}": sums["endless"],
+        "end with a token that carries no loss": silent_ends.total(),
+        "carry loss after their end token": sums["overrun"],
+    }
+    keys = ("without_end_token", "end_token_without_loss", "loss_after_end_token")
+    counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
+    pad, known, size = expected.tokenizer.pad_token_id, len(expected.tokenizer), expected.vocabulary_size
+    is_pad = f" ({expected.name_of(pad)} is also the pad token, and must carry loss here)" if silent_ends[pad] else ""
+    yield Finding.of(
+        "supervised tokens",
+        share,
+        {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac},
+        (loss == 0, "defect", f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"),
+        (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, also those of user turns: {remedy}"),
+        (empty, "defect", f"{empty} of {sums['rows']} examples have no token with loss: {remedy}"),
+        (frac < LOW_LOSS_FRAC, "warning", f"only {share}: {LONGER_ANSWERS}"),
+    )
+    yield Finding.of(
+        "end tokens",
+        f"all {answers} answers end with {ends}, which carries loss, or are cut at {max_length_tokens} tokens",
+        {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
+        (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
+    )
+    if double_starts:
+        name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
+        sentence = f"{count} of {sums['rows']} examples start with {name} twice instead of once: {remedy}"
+        yield Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count})
+    ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
+    strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
+    unused = f"the tokenizer has {known:,} tokens, the target {size:,}; no example uses the others yet"
+    yield Finding.of(
+        "vocabulary",
+        f"all ids are in the target's vocabulary of {size:,}",
+        {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known},
+        (outside, "defect", f"{strangers}: {ITS_TOKENIZER}"),
+        (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
+    )
+    limit, length = expected.limits.positions, f"the longest example has {longest:,} tokens"
+    fits = f"data.max_length_tokens to {limit} at most"
+    yield Finding.of(
+        "positions",
+        length if limit is None else f"{length}, the target {limit:,} positions",
+        {"longest_row_tokens": longest, "target_positions": limit},
+        (limit and longest > limit, "defect", f"{length}, the target only {limit or 0:,} positions: set {fits}"),
+    )
