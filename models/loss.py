@@ -240,8 +240,11 @@ def head_loss(
         order_m = rows.before_m.argsort(stable=True)
         inputs, rows = [rows_mx.index_select(0, order_m) for rows_mx in inputs], rows.at(order_m)
     sums = _HeadSums(linear, rows, loss, teacher, shape, auxiliary, wrong_pg, len(inputs), bool(parameters))
+    tensors = [*inputs, *weights, *parameters]
+    if not torch.is_grad_enabled():  # of which a Function's `needs_input_grad` knows nothing
+        tensors = [each.detach() for each in tensors]
     with torch.autocast(hidden_md.device.type, enabled=False):
-        total = _SumOfChunks.apply(sums, *inputs, *weights, *parameters)
+        total = _SumOfChunks.apply(sums, *tensors)
     nats_m, correct_m = sums.nats_m.masked_fill_(rows.label_m < 0, float("inf")), sums.correct_m
     if order_m is not None:
         back_m = order_m.argsort()

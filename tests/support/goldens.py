@@ -30,8 +30,7 @@ from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import has_teacher
 from draftsmith.models.target.features import target_features
-from draftsmith.train.drafter.rows import pack_documents
-from draftsmith.train.drafter.trainer import collate_right_padded
+from draftsmith.train.drafter.rows import collate_right_padded, pack_documents
 
 TOLERANCE = 1e-12  # relative, in fp64
 FILE = Path(__file__).resolve().parents[1] / "models" / "goldens.json"

@@ -1,4 +1,4 @@
-"""Training examples: the held-out split, packing, and the metrics of a drafter on held-out examples.
+"""Training examples: the held-out split, packing, batches, and the metrics of a drafter on held-out examples.
 
 Conversations are ordered by a hash of their tokens: the first ones are held out, training takes the following ones. So
 adding data moves no conversation to the other side, parts of the data are nested, and drafters trained on any part are
@@ -20,24 +20,34 @@ Shapes: B batch, S sequence, D hidden, G depths.
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.checks import keeps_documents_apart
+from draftsmith.train.features.cache import FeatureCache
+from draftsmith.train.features.served import ServedFeatures
 
 # The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
 ROWS_COLUMN = "feature_rows"
 HASHED_BYTES = 8
+# Key of a batch whose features could not be had: the sentence for the user.
+ERROR = "error"
+# The batch of a process for which no row is left; two tokens, as the second has a token to its left.
+EMPTY_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
 
 def split_rows(
@@ -166,6 +176,117 @@ def check_packing(target: PreTrainedModel) -> None:
             f"key `data.packing`: a target of type {target.config.model_type} cannot keep packed conversations "
             "separate: set data.packing=false"
         )
+
+
+# ---- batches ----
+
+
+def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return `input_ids`, `loss_mask`, `attention_mask` and, if packed, `position_ids`: [B, S], S the longest row.
+
+    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
+    so any id does for it, and none that the tokenizer might also use as an end token is needed.
+    Of no rows it is a row of padding, whose `attention_mask` is 0 (see `EvenBatches`).
+    """
+    if not rows:
+        batch = collate_right_padded([EMPTY_ROW])
+        return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+    ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+    masks = [torch.as_tensor(row["loss_mask"], dtype=torch.long) for row in rows]
+    batch = {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "loss_mask": pad_sequence(masks, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+    if "position_ids" in rows[0]:
+        length = batch["input_ids"].shape[1]
+        # Padding counts from 0 as well: one more document, from which nothing is learned.
+        parts = [[torch.as_tensor(row["position_ids"]), torch.arange(length - len(row["input_ids"]))] for row in rows]
+        batch["position_ids"] = torch.stack([torch.cat(row_parts) for row_parts in parts])
+    return batch
+
+
+class FeatureCollator:
+    """Collator like `collate_right_padded` that adds `features` [B, S, F] from the cache, zeros at padding."""
+
+    def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
+        self._cache = cache
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate_right_padded(rows)
+        try:
+            return {**batch, "features": self._features(rows, batch["input_ids"])}
+        except UserError as error:  # in a worker of the loader, whose exceptions arrive with their traceback as text
+            return {**collate_right_padded([]), ERROR: str(error)}
+
+    def _features(self, rows: list[dict[str, Any]], input_ids_bs: Tensor) -> Tensor:
+        features = torch.zeros(*input_ids_bs.shape, self._cache.width, dtype=self._cache.dtype)
+        self._cache.ask([number for row in rows for number in row[ROWS_COLUMN]])
+        for place, row in enumerate(rows):
+            self._cache.read(row[ROWS_COLUMN], features[place])
+        return features
+
+
+class EvenBatches(BatchSampler):
+    """The batches of all processes together, followed by empty ones up to a multiple of the number of processes.
+
+    accelerate fills the last batches of an epoch with rows from its beginning. Here no row is dropped and none is
+    doubled: batches stay as short as they are, and a process for which there is none gets an empty one, which
+    `collate_right_padded` turns into padding.
+    """
+
+    batch_size: Any = None  # batches differ in size
+
+    def __init__(self, batches: BatchSampler, num_processes: int) -> None:
+        self._batches, self._num_processes = batches, num_processes
+        self.drop_last = batches.drop_last
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the rows, on which accelerate sets the epoch."""
+        return self._batches.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._batches.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        num_batches = 0
+        for batch in self._batches:
+            num_batches += 1
+            yield batch
+        yield from ([] for _ in range(-num_batches % self._num_processes))
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self._num_processes) * self._num_processes
+
+
+class RowsByLength(LengthGroupedSampler):
+    """The sampler of rows of similar length, whose order depends on the seed and the epoch alone.
+
+    transformers' own draws from torch's global generator, whose state in a resumed epoch is another one.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration gives."""
+        self.generator = torch.Generator().manual_seed(self._seed + epoch)
+
+
+def even_out(loader: DataLoader) -> DataLoader:
+    """Set `EvenBatches` in a loader that accelerate has prepared, if there are several processes."""
+    shard = getattr(loader, "batch_sampler", None)
+    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
+        shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
+        shard.batch_size, shard.even_batches = None, False
+    return loader
+
+
+# ---- metrics of held-out examples ----
 
 
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:

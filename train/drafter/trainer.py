@@ -18,12 +18,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -47,7 +45,16 @@ from draftsmith.models.target.features import split_features
 from draftsmith.progress import is_quiet
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
-from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums
+from draftsmith.train.drafter.rows import (
+    ERROR,
+    FeatureCollator,
+    PackedRows,
+    RowsByLength,
+    collate_right_padded,
+    even_out,
+    heldout_metrics,
+    heldout_sums,
+)
 from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
@@ -57,115 +64,6 @@ from draftsmith.train.processes.split_weights import load_whole_weights, set_up_
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
-# Key of a batch whose features could not be had: the sentence for the user.
-ERROR = "error"
-# The batch of a process for which no row is left; two tokens, as the second has a token to its left.
-NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
-
-
-def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return `input_ids`, `loss_mask`, `attention_mask` and, if packed, `position_ids`: [B, S], S the longest row.
-
-    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
-    so any id does for it, and none that the tokenizer might also use as an end token is needed.
-    Of no rows it is a row of padding, whose `attention_mask` is 0 (see `EvenBatches`).
-    """
-    if not rows:
-        batch = collate_right_padded([NO_ROW])
-        return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
-    ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
-    masks = [torch.as_tensor(row["loss_mask"], dtype=torch.long) for row in rows]
-    batch = {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "loss_mask": pad_sequence(masks, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-    }
-    if "position_ids" in rows[0]:
-        length = batch["input_ids"].shape[1]
-        # Padding counts from 0 as well: one more document, from which nothing is learned.
-        parts = [[torch.as_tensor(row["position_ids"]), torch.arange(length - len(row["input_ids"]))] for row in rows]
-        batch["position_ids"] = torch.stack([torch.cat(row_parts) for row_parts in parts])
-    return batch
-
-
-class FeatureCollator:
-    """Collator like `collate_right_padded` that adds `features` [B, S, F] from the cache, zeros at padding."""
-
-    def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
-        self._cache = cache
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate_right_padded(rows)
-        try:
-            return {**batch, "features": self._features(rows, batch["input_ids"])}
-        except UserError as error:  # in a worker of the loader, whose exceptions arrive with their traceback as text
-            return {**collate_right_padded([]), ERROR: str(error)}
-
-    def _features(self, rows: list[dict[str, Any]], input_ids_bs: Tensor) -> Tensor:
-        features = torch.zeros(*input_ids_bs.shape, self._cache.width, dtype=self._cache.dtype)
-        self._cache.ask([number for row in rows for number in row[ROWS_COLUMN]])
-        for place, row in enumerate(rows):
-            self._cache.read(row[ROWS_COLUMN], features[place])
-        return features
-
-
-class EvenBatches(BatchSampler):
-    """The batches of all processes together, followed by empty ones up to a multiple of the number of processes.
-
-    accelerate fills the last batches of an epoch with rows from its beginning. Here no row is dropped and none is
-    doubled: batches stay as short as they are, and a process for which there is none gets an empty one, which
-    `collate_right_padded` turns into padding.
-    """
-
-    batch_size: Any = None  # batches differ in size
-
-    def __init__(self, batches: BatchSampler, num_processes: int) -> None:
-        self._batches, self._num_processes = batches, num_processes
-        self.drop_last = batches.drop_last
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the rows, on which accelerate sets the epoch."""
-        return self._batches.sampler
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self._batches.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        num_batches = 0
-        for batch in self._batches:
-            num_batches += 1
-            yield batch
-        yield from ([] for _ in range(-num_batches % self._num_processes))
-
-    def __len__(self) -> int:
-        return -(-len(self._batches) // self._num_processes) * self._num_processes
-
-
-class RowsByLength(LengthGroupedSampler):
-    """The sampler of rows of similar length, whose order depends on the seed and the epoch alone.
-
-    transformers' own draws from torch's global generator, whose state in a resumed epoch is another one.
-    """
-
-    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
-        super().__init__(batch_size, lengths=lengths)
-        self._seed = seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration gives."""
-        self.generator = torch.Generator().manual_seed(self._seed + epoch)
-
-
-def even_out(loader: DataLoader) -> DataLoader:
-    """Set `EvenBatches` in a loader that accelerate has prepared, if there are several processes."""
-    shard = getattr(loader, "batch_sampler", None)
-    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
-        shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
-        shard.batch_size, shard.even_batches = None, False
-    return loader
 
 
 class Progress(TrainerCallback, ExportableState):

@@ -39,8 +39,7 @@ from draftsmith.models.loss import LOSSES, loss_weights, smooth_l1
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import target_features
-from draftsmith.train.drafter.rows import pack_documents
-from draftsmith.train.drafter.trainer import collate_right_padded
+from draftsmith.train.drafter.rows import collate_right_padded, pack_documents
 
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 DEFAULTS = [(kind, dict[str, Any]()) for kind in drafter_kinds()]

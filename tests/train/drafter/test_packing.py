@@ -10,8 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.models.target.features import target_features
-from draftsmith.train.drafter.rows import check_packing, pack_by_length, pack_documents
-from draftsmith.train.drafter.trainer import collate_right_padded
+from draftsmith.train.drafter.rows import check_packing, collate_right_padded, pack_by_length, pack_documents
 
 # Typical lengths of conversations: many short ones, a few that fill a row.
 LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()

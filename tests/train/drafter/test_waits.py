@@ -12,8 +12,7 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.train.drafter.rows import pack_documents
-from draftsmith.train.drafter.trainer import collate_right_padded
+from draftsmith.train.drafter.rows import collate_right_padded, pack_documents
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, "causal": True, "anchor_ratio": 0.6, "draft_vocab_size": 40}],

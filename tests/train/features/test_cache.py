@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.train.drafter.rows import ROWS_COLUMN
-from draftsmith.train.drafter.trainer import FeatureCollator
+from draftsmith.train.drafter.rows import ROWS_COLUMN, FeatureCollator
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features.cache import (
     FeatureCache,
