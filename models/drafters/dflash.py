@@ -284,7 +284,7 @@ class BlockDecoder(CachedDecoder):
         config, rows = drafter.config, drafter.config.block_size
         super().__init__(drafter, max_length_tokens, extra_rows=rows, skipped=0)
         self.columns = drafter.columns
-        self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
+        self._masks_kd = drafter.mask_inputs().detach()
         seen_rr = torch.ones(rows, rows, dtype=torch.int64, device=self._device)
         self._seen_rr = seen_rr.tril() if config.causal else seen_rr
         self._first_row = int(not config.sample_from_anchor)  # the anchor's row may predict nothing

@@ -9,6 +9,7 @@ from support.table_decoder import DepthsDecoder, leaf_paths
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, follow
+from draftsmith.models.decoding.kv_cache import seen_nodes
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -24,23 +25,17 @@ def test_tree_by_hand() -> None:
     assert tree.depths == (0, 1, 1, 2)
     assert tree.children(0) == (1, 2)
     assert leaf_paths(tree) == [[0, 2], [0, 1, 3]]
-    assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert seen_nodes(tree.parents, 4).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert seen_nodes((-1, -1, 1), 2).int().tolist() == [[0, 1, 0], [0, 1, 1]]  # below the root, which ran before
     cut = tree.cut_to_depth(1)
     assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
     assert tree.cut_to_depth(2) is tree
     assert tree.cut_to_depth(0).tokens == [7]
 
 
-def test_ancestors_as_bits() -> None:
-    """The last node of a chain of 64 sees all, which is -1 in two's complement."""
-    assert TreeShape.of((-1, 0, 0, 1)).ancestor_bits == (0b1, 0b11, 0b101, 0b1011)
-    assert TreeShape.chain(63).ancestor_bits[-2:] == ((1 << 63) - 1, -1)
-
-
 def test_only_candidates_are_accepted() -> None:
     """The target runs all four; only 1 can be accepted, although the target agrees with 2 and 3 too."""
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
-    assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert leaf_paths(tree) == [[0, 2], [0, 1, 3]]
     assert follow(tree, [1, 3, 0, 0].__getitem__) == Verification([0, 1], 3)
     assert follow(tree, [2, 3, 0, 0].__getitem__) == Verification([0], 2)

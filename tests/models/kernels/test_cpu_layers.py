@@ -29,6 +29,7 @@ from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding import cached_layers, forward
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.decoding.kv_cache import seen_nodes
 from draftsmith.models.kernels import cpu_library
 from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear, pack_linears
 from draftsmith.models.kernels.cpu_layers import CpuLayers, CpuTarget
@@ -136,7 +137,7 @@ def random_rows(target: PreTrainedModel, rows: int, context: int, shape: str = "
         parents = torch.tensor([-1, *(int(torch.randint(n, (), generator=generator)) for n in range(1, rows))])
     tree = TreeShape.of(tuple(parents.tolist()))
     positions = torch.tensor(tree.depths) + context
-    seen = torch.cat([torch.ones(rows, context, dtype=torch.bool), tree.attention_mask], dim=1)
+    seen = torch.cat([torch.ones(rows, context, dtype=torch.bool), seen_nodes(tree.parents, rows)], dim=1)
     if shape == "window":
         seen &= torch.cat([torch.arange(context), positions]) > positions[:, None] - 7
     config = target.config
