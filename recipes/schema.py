@@ -4,65 +4,16 @@
 drafter's `Options`.
 """
 
-import re
-from datetime import date
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from draftsmith.files import expand_home
+from draftsmith.recipes.conversations import ConversationsRecipe
+from draftsmith.recipes.section import Day, MethodName, Section, check_name
 
 SEED_SUFFIX = "-seed-"  # in a recipe's name, before the number of a comparison's further training seed
 DRAFTER_KIND = "drafter"  # kind of an `eval.methods` entry: the run's trained drafter
-NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a character
-
-
-def check_name(name: str) -> str:
-    """Check a name of files and folders, and return it.
-
-    Raises:
-        ValueError: The name is not valid.
-    """
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name) is None:
-        raise ValueError(
-            "must be at most 80 letters, digits, ., _ and -, the first one a letter or digit, as it becomes a file's "
-            "name"
-        )
-    return name
-
-
-def _check_method_name(name: str) -> str:
-    """Check a method's name, or `recipe/method`, as comparisons call it, and return it."""
-    recipe_name, slash, own_name = name.partition("/")
-    return check_name(recipe_name) + (slash and slash + check_name(own_name))
-
-
-Day = Annotated[str, BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())]
-MethodName = Annotated[str, AfterValidator(_check_method_name)]
-
-
-def _expand_home(value: Any) -> Any:
-    """Expand `~` in all texts that start with it, at any depth."""
-    if isinstance(value, dict):
-        return {key: inner if key in NOT_PATHS else _expand_home(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_expand_home(inner) for inner in value]
-    if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
-        expanded = expand_home(value)
-        return value if expanded == Path(value) else str(expanded)
-    return value
-
-
-class Section(BaseModel):
-    """A section of the recipe, which refuses unknown keys. Its paths may start with `~`."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_paths(cls, values: Any) -> Any:
-        return _expand_home(values)
 
 
 class TargetRecipe(Section):
@@ -112,148 +63,6 @@ class TargetRecipe(Section):
     def display_name(self) -> str:
         """Name for other people: the Hub id, or the last part of a local folder, which reveals no paths."""
         return Path(self.model).name if Path(self.model).is_dir() else self.model
-
-
-class ColumnsRecipe(Section):
-    """Names of a record's columns. Default: the usual names; two of them with different text are an error."""
-
-    messages: str | None = Field(
-        None,
-        description="column with the list of turns, or its JSON text; by default messages, conversations or "
-        "conversation",
-    )
-    prompt: str | Annotated[list[str], Field(min_length=1)] | None = Field(
-        None,
-        description="column with the user's text, or a list of user turns; several columns are joined in order, as "
-        "`[instruction, input]`; by default prompt, question or turns",
-    )
-    answer: str | None = Field(
-        None,
-        description="column with the answer, which may be absent or empty; by default response, answer or completion",
-    )
-    system: str | None = Field(None, description="column with the system prompt; by default system_prompt or system")
-
-
-class SourceRecipe(Section):
-    """One source of conversations."""
-
-    source: str = Field(
-        "stdlib",
-        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, the "
-        "folder of a distilled set, or `stdlib`, which ships with draftsmith",
-    )
-    name: str | None = Field(
-        None, description="name of the source in counts and the data card; by default the file's or the dataset's"
-    )
-    hub_split: str = Field("train", description="split of a Hub dataset")
-    hub_config: str | None = Field(None, description="configuration of a Hub dataset that has several")
-    file: str | None = Field(None, description="read only this file of a Hub dataset's repository")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    columns: ColumnsRecipe = ColumnsRecipe()
-    limit: int | None = Field(None, ge=1, description="use only the first n usable conversations; by default all")
-
-    @property
-    def label(self) -> str:
-        """Name of the source in counts."""
-        if self.name is not None:
-            return self.name
-        if Path(self.source).is_dir():
-            return Path(self.source).name
-        without_suffixes = re.sub(r"(\.(jsonl?|ndjson|parquet|csv|tsv|gz|xz|zst))+$", "", self.source)
-        return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
-
-
-class MixedSourceRecipe(SourceRecipe):
-    """One source of a mixture."""
-
-    source: str = Field(description="one source of the mixture, in the form of `data.conversations.source`")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="share of the conversations that come from this source, relative to the other sources' weights",
-    )
-
-
-class FiltersRecipe(Section):
-    """Filters of valid conversations; the dropped ones are counted. Default: none."""
-
-    min_turns: int = Field(1, ge=1, description="fewest user turns of a conversation")
-    max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
-    min_turn_chars: int = Field(1, ge=1, description="fewest characters of each user and assistant turn")
-    max_turn_chars: int | None = Field(
-        None, ge=1, description="most characters of each user and assistant turn; by default any number"
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="most tokens of a conversation, counted with the target's tokenizer; by default any number",
-    )
-
-
-class ConversationsRecipe(SourceRecipe):
-    """Sources of the prompts: one source, or a mixture of several.
-
-    The `weight`s of a mixture are shares of the conversations, until a source is exhausted; the others then continue
-    with theirs. They hold for the whole if `limit` is reached before.
-    """
-
-    mixture: list[MixedSourceRecipe] = Field([], description="several sources to mix, in place of the one `source`")
-    skip_invalid: bool = Field(
-        False, description="skip malformed conversations and count them; by default the first one is an error"
-    )
-    split: Literal["train", "heldout", "all"] = Field(
-        "train",
-        description="`train`: the conversations that are not held out; `heldout`: only the held-out ones; `all`: both",
-    )
-    heldout_frac: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of the conversations to hold out, chosen by a hash of their ids; stdlib has a fixed "
-        "split instead, by module",
-    )
-    decontaminate: list[str] | None = Field(
-        None,
-        description="question files; conversations that contain one of their questions are left out. By default "
-        "the file of `eval.questions`; [] for none",
-    )
-    contamination_words: int = Field(
-        13,
-        ge=5,
-        description="leave out a conversation that shares this number of consecutive words with a question of "
-        "`decontaminate`",
-    )
-    filters: FiltersRecipe = FiltersRecipe()
-
-    @field_validator("split", mode="before")
-    @classmethod
-    def _check_split(cls, value: Any) -> Any:
-        if value not in ("train", "heldout", "all"):
-            raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
-        return value
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> "ConversationsRecipe":
-        if self.mixture:
-            alone = SourceRecipe(limit=self.limit)
-            for key in SourceRecipe.model_fields:
-                if getattr(self, key) != getattr(alone, key):
-                    raise ValueError(f"`{key}` belongs to the entries of `mixture`: move it there")
-        labels = [source.label for source in self.sources]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
-            raise ValueError(f"`mixture` has two sources with the name {twice}: give one another `name`")
-        if self.split == "heldout" and not self.heldout_frac and any(s.source != "stdlib" for s in self.sources):
-            raise ValueError("`split: heldout` needs a `heldout_frac` above 0")
-        return self
-
-    @property
-    def sources(self) -> list[MixedSourceRecipe]:
-        """Sources of the mixture, or the single source, without `limit`, which applies to the whole."""
-        if self.mixture:
-            return self.mixture
-        values = {key: getattr(self, key) for key in SourceRecipe.model_fields if key != "limit"}
-        return [MixedSourceRecipe(**values)]
 
 
 class DistillRecipe(Section):
@@ -541,7 +350,7 @@ class EvalRecipe(Section):
         "default if a C++ compiler, which it needs, is installed and DRAFTSMITH_COMPILE is not 0. On a CPU the "
         "layers of Llama, Mistral and Qwen run in one call instead",
     )
-    methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
+    methods: list[MethodConfig] = Field([MethodConfig(name="parallel-chain", tree="chain")])
 
     @field_validator("questions", mode="before")
     @classmethod

@@ -31,8 +31,9 @@ from draftsmith.errors import UserError
 from draftsmith.files import file_sha256, read_json, write_atomically
 from draftsmith.models.target.loading import weights_hash
 from draftsmith.provenance import versions
+from draftsmith.recipes.conversations import MixedSourceRecipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
+from draftsmith.recipes.schema import Recipe
 
 CARD = "README.md"
 SHARD_CONVERSATIONS = 20_000  # of a published file

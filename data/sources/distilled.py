@@ -22,7 +22,8 @@ from draftsmith.data.sources.files import InvalidConversation, Records, is_hub_n
 from draftsmith.errors import UserError
 from draftsmith.files import file_sha256, read_json
 from draftsmith.hub import hub_errors
-from draftsmith.recipes.schema import Recipe, SourceRecipe, TargetRecipe
+from draftsmith.recipes.conversations import SourceRecipe
+from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 CARD_JSON, SHARDS = "card.json", "shards"
 LET_IT_ANSWER = "or let this target answer the prompts, with a data.distill.engine other than none"

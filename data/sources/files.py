@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from draftsmith.errors import UserError, did_you_mean, reason
-from draftsmith.recipes.schema import SourceRecipe
+from draftsmith.recipes.conversations import SourceRecipe
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")

@@ -22,7 +22,8 @@ from draftsmith.data.sources.questions import Contamination
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.sources.turn_checks import MOST_NAMES, NoQuestion, listed
 from draftsmith.errors import UserError
-from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
+from draftsmith.recipes.conversations import FiltersRecipe, MixedSourceRecipe
+from draftsmith.recipes.schema import Recipe
 
 KEY_BYTES = 16
 MOST_UNREAD_KEYS = 1000  # most different unread keys to count for a source

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from draftsmith.errors import UserError, reason
 from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
 from draftsmith.hub import hub_errors
-from draftsmith.recipes.schema import SourceRecipe
+from draftsmith.recipes.conversations import SourceRecipe
 
 EMBEDDED, SPEC_BENCH, MT_BENCH = "embedded", "spec_bench", "mt_bench"
 EMBEDDED_FILE = Path(__file__).parents[1] / "embedded" / "embedded.jsonl"

@@ -51,7 +51,7 @@ from draftsmith.data.sources.turn_checks import (
     text_of,
     usable_turns,
 )
-from draftsmith.recipes.schema import ColumnsRecipe
+from draftsmith.recipes.conversations import ColumnsRecipe
 
 LISTS = ("conversations", "messages", "conversation")  # keys of a list of turns
 ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")  # of a turn

@@ -26,7 +26,7 @@ from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.files import append_whole
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import MethodName
+from draftsmith.recipes.section import MethodName
 
 # Keys of `MethodResult.settings`, and their names in messages.
 SETTINGS = {

@@ -25,7 +25,7 @@ from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.schema import SourceRecipe
+from draftsmith.recipes.conversations import SourceRecipe
 from draftsmith.serve.learning import Learned
 
 REQUESTS, QUESTIONS, NEW_TOKENS, CLIENTS = 1000, 200, 32, 4

@@ -26,8 +26,9 @@ from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
+from draftsmith.recipes.conversations import SourceRecipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe, SourceRecipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.serve import learning, server, worker
 from draftsmith.serve.learning import (
     Learned,

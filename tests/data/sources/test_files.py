@@ -16,7 +16,7 @@ from draftsmith.data.sources import files
 from draftsmith.data.sources.files import InvalidConversation, read_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.errors import UserError
-from draftsmith.recipes.schema import SourceRecipe
+from draftsmith.recipes.conversations import SourceRecipe
 
 VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, [[], '\\"'], {}, "€", 12]
 ONE = {"messages": [{"role": "user", "content": "a"}]}

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import Filters
-from draftsmith.recipes.schema import FiltersRecipe
+from draftsmith.recipes.conversations import FiltersRecipe
 
 TALK = Conversation(
     "id",

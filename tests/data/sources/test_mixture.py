@@ -11,7 +11,8 @@ from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
-from draftsmith.recipes.schema import Recipe, SourceRecipe
+from draftsmith.recipes.conversations import SourceRecipe
+from draftsmith.recipes.schema import Recipe
 
 
 def record(question: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.sources.turn_checks import NoQuestion
-from draftsmith.recipes.schema import ColumnsRecipe
+from draftsmith.recipes.conversations import ColumnsRecipe
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = (Turn("user", "q"), Turn("assistant", "a"))
