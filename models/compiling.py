@@ -82,7 +82,7 @@ def compiled(
 class Graphs:
     """A function of tensors, compiled once for every number of rows; on CUDA each is recorded as a CUDA graph.
 
-    Its inputs have memory of their own, into which a call copies what it is given. The results are in memory that the
+    Its inputs have separate memory, into which a call copies what it is given. The results are in memory that the
     next call overwrites: copy what is kept longer. The function must give the same if it is called twice.
 
     A graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer before

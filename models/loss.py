@@ -18,7 +18,7 @@ counts. EAGLE-3's authors leave out the rows whose most likely token under the t
 eagle/traineagle3/cnets.py, and SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all
 tokens, prompts included; we by the labelled rows. A label outside V' has no `ce`.
 
-`head_loss` computes them in chunks of rows, so that no [M, V] tensor exists: autograd runs for each chunk at once, and
+`head_loss` computes them in chunks of rows, so that no [M, V] tensor exists: autograd runs for each chunk immediately, and
 only the gradients of the rows and of the head are kept for the backward. (As Liger's fused linear cross entropy does,
 arXiv 2410.10989; `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.) A chunk is as
 large as its product wants it, and its softmaxes are computed by blocks, which fit into a CPU's cache.
@@ -391,25 +391,25 @@ class _SumOfChunks(torch.autograd.Function):
 
 
 def _sum_chunks(
-    sums: _HeadSums, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    sums: _HeadSums, tensors: Sequence[Tensor], required: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the sum of the losses of all rows, and its gradients by the wanted tensors.
+    """Return the sum of the losses of all rows, and its gradients by the tensors that need one.
 
     Tensors are the inputs [M, ...], a weight [V, ...] for each of them, and further parameters. Each chunk's graph ends
     at its logits, where those of its blocks begin.
     """
-    split, total, needs_grad = sums.num_inputs, sums.nats_m.new_zeros(()), any(wanted)
+    split, total, needs_grad = sums.num_inputs, sums.nats_m.new_zeros(()), any(required)
     of_inputs, of_weights, of_further = (
-        [place for place in places if wanted[place]]
+        [place for place in places if required[place]]
         for places in (range(split), range(split, 2 * split), range(2 * split, len(tensors)))
     )
     grads: list[Tensor | None] = [
-        torch.zeros_like(each) if wanted[place] else None for place, each in enumerate(tensors[:split])
+        torch.zeros_like(each) if required[place] else None for place, each in enumerate(tensors[:split])
     ]
     grads += [None] * (len(tensors) - split)
     weights = [
         each if each.dtype == sums.dtype else each.detach().to(sums.dtype).requires_grad_(wants)
-        for each, wants in zip(tensors[split : 2 * split], wanted[split:], strict=False)
+        for each, wants in zip(tensors[split : 2 * split], required[split:], strict=False)
     ]
 
     def add(places: Sequence[int], found: Sequence[Tensor | None], rows: slice) -> None:
@@ -423,7 +423,7 @@ def _sum_chunks(
                 grads[place] = grad.to(softmax_dtype(grad.dtype)) if whole is None else whole.add_(grad)
 
     def pass_chunk(chunk: slice) -> None:
-        inputs = [rows[chunk].detach().requires_grad_(wanted[place]) for place, rows in enumerate(tensors[:split])]
+        inputs = [rows[chunk].detach().requires_grad_(required[place]) for place, rows in enumerate(tensors[:split])]
         with torch.set_grad_enabled(needs_grad):
             logits = sums.logits(chunk, inputs, weights)
         held = logits.detach()  # no operation reads the logits again: their gradient takes their place

@@ -107,7 +107,7 @@ class FeatureServersRecipe(Section):
         description="folder that the servers write to and the trainer reads and empties: on a disk that all of them "
         "share, best in memory (`/dev/shm/...`) on one machine",
     )
-    in_flight: int = Field(32, ge=1, description="most rows that a process has asked for and not trained on yet")
+    in_flight: int = Field(32, ge=1, description="most rows that a process has requested and not trained on yet")
     keep: bool = Field(
         False,
         description="keep the features in the run's folder: the first epoch asks the servers, later ones read the disk",

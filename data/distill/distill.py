@@ -244,7 +244,7 @@ class _Distillation:
             self._write()
 
     def _advance(self, key: str, rewriting: Rewriting, outcome: Any = None) -> None:
-        """Give a conversation the outcome of its last request, and submit its next one."""
+        """Record the outcome of the last request, and submit its next one."""
         try:
             request = rewriting.send(outcome)
         except StopIteration:

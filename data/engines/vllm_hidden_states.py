@@ -1,6 +1,6 @@
 """vLLM's connector that writes a served target's hidden states, for training on them (`train/features/served.py`).
 
-`draftsmith serve RECIPE --features` prints the command; vLLM loads this file where draftsmith is installed beside it.
+`draftsmith serve RECIPE --features` prints the command; vLLM loads this file if draftsmith is installed too.
 It is vLLM's own example connector (vLLM 0.32 and later, `example_hidden_states_connector.py`), but:
 
 * It runs on devices without CUDA, where the copy out of the cache is an ordinary one.

@@ -58,7 +58,7 @@ class Conversation:
     the source's own answers are kept, see `answered_id`.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
     answer_ids: of a distilled one, token ids of each answer as it was generated, with its end token unless it was cut
-    short; None where unknown. prompt_ids: of each of these the ids of the prompt that the target read; None likewise.
+    short; None where unknown. prompt_ids: of each of these the ids of the prompt that the target read; None also.
     shortened: why later turns of a distilled one are missing.
     """
 

@@ -110,7 +110,7 @@ class CachedDecoder:
             self._static = self._graphs(self._run_static)
 
     def _graphs(self, function: Callable[..., Any]) -> Graphs:
-        # A function of its own, as bound methods are not compiled.
+        # A separate function, as bound methods are not compiled.
         return Graphs(
             lambda *inputs: function(*inputs), f"drafter {type(self._drafter).__name__}", self._device, self._backend
         )

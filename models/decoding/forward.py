@@ -3,7 +3,7 @@
 How a forward of nodes runs is chosen when it is made:
 
 * in one call on a CPU, if `CpuTarget` has the model's layers;
-* compiled (`Compiler`), where that is asked for. On CUDA shapes and addresses are the same in every round, so that
+* compiled (`Compiler`), if the recipe says so. On CUDA shapes and addresses are the same in every round, so that
   graphs are recorded: trees are padded to a few sizes, and rows attend to the whole cache, of which a mask hides what
   they do not see; `cuda_attention.py` does not read hidden columns. On a CPU one compiled function serves all sizes;
 * else as the model is.

@@ -53,7 +53,7 @@ def hidden_columns(
     """Return [N, S] bool, True for the columns that a row does not see; token t of the sequence is at column t.
 
     Args:
-        column_s: The columns to tell of, ascending.
+        column_s: The columns, ascending.
         position_n: The rows' positions in the sequence.
         length: Number of committed tokens, which every row sees, and the column of the tree's first node.
         seen_nm: As `seen_nodes`, numbers or bool, on the columns' device. None: rows are in causal order.

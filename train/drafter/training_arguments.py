@@ -67,7 +67,7 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
         UserError: As `training_arguments`, or `validation` contradicts other keys.
     """
     values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
-    if recipe.data.features.source == "server":  # rows are asked for ahead of their step
+    if recipe.data.features.source == "server":  # rows are requested ahead of their step
         values = {"dataloader_num_workers": SERVED_WORKERS, "dataloader_prefetch_factor": SERVED_BATCHES, **values}
     if values.get("load_best_model_at_end"):
         raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")

@@ -1,7 +1,7 @@
 """Feature files that fill row by row, in any order, while the rows are trained on (`data.features.server.keep`).
 
-The format is that of `cache.py`. A shard that is not complete is `NAME.partial`, of its full size, beside `NAME.rows`,
-a byte for each row that is there. A row's bytes are written before its mark, so a kill loses the rows under way and
+The format is that of `cache.py`. A shard that is not complete is `NAME.partial`, of its full size, with `NAME.rows`,
+a byte for each row, 1 once the row is written. A row's bytes are written before its mark, so a kill loses the rows in flight and
 nothing else. Each row is trained on, and so written, by one process of an epoch. `finish` gives complete shards their
 names, after which `source: offline` reads them too.
 
@@ -117,7 +117,7 @@ class KeptFeatures:
         os.pwrite(self._file(marks), b"\1", place)
 
     def finish(self) -> None:
-        """Give the shards whose rows are all there their names; called by one process when no other writes."""
+        """Rename the shards whose rows are all written to their final names; called by one process when no other writes."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -131,7 +131,7 @@ class KeptFeatures:
                 marks.unlink()
 
     def _allocate(self, shard: Shard, partial: Path) -> None:
-        """Make a shard's files of their full size; several processes may do it at once, with the same bytes."""
+        """Make a shard's files of their full size; several processes may do it concurrently, with the same bytes."""
         header = self._header(shard)
         size = len(header) + shard.tokens * self._index.bytes_per_token
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)

@@ -7,7 +7,7 @@ share (`data/engines/vllm_hidden_states.py`), and the reader deletes it.
 
 Every file is checked: the tokens that were sent, its shape and dtype, and that values are finite. At the start each
 server proves on one row that it serves this target: its most likely tokens must be those of our norm and head on its
-last hidden states. A server that cannot answer is asked again, or the next one in its place, for `timeout_s`; then
+last hidden states. A server that cannot answer gets the request again, or the next one gets it, for `timeout_s`; then
 training stops, and the same command resumes it. No row is ever skipped or replaced.
 
 With `keep` the rows are written into the run's feature files as they come (`cache.py` has the format), which later
@@ -68,7 +68,7 @@ class ServedFeatures:
 
     Args:
         chosen: `data.features` of the recipe.
-        tokens: The run's tokens, whose rows are asked for by number.
+        tokens: The run's tokens, whose rows are requested by number.
         drafter: Attached to a target that has at least its ends.
         kept: Where rows are kept, and taken from once they are there; None: nowhere.
     """
@@ -96,7 +96,7 @@ class ServedFeatures:
         return getattr(torch, self._chosen.dtype)
 
     def ask(self, rows: Sequence[int]) -> None:
-        """Ask for rows that will be read; at most `in_flight` are under way at once."""
+        """Request rows that will be read; at most `in_flight` are requested concurrently."""
         if self._pool is None:  # in each worker of a data loader its own
             workers = torch.utils.data.get_worker_info()
             self._pool = ThreadPoolExecutor(
@@ -210,13 +210,13 @@ class ServedFeatures:
         weight = next(self._norm.parameters())
         return self._norm(hidden_sld[:, self._served.index(self._last)].to(weight.device, weight.dtype)).cpu()
 
-    def _fetch(self, url: str, ids: list[int], **asked: Any) -> tuple[Tensor, dict[str, Any]]:
+    def _fetch(self, url: str, ids: list[int], **options: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the hidden states [S, L, D] of these tokens from one server, and its answer."""
         if self._client is None:
             timeout = httpx2.Timeout(self._chosen.server.timeout_s, connect=CONNECT_TIMEOUT_S)
             self._client = httpx2.Client(timeout=timeout, trust_env=False, limits=httpx2.Limits(max_connections=None))
         body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        response = self._client.post(f"{url.rstrip('/').removesuffix('/v1')}/v1/completions", json={**body, **asked})
+        response = self._client.post(f"{url.rstrip('/').removesuffix('/v1')}/v1/completions", json={**body, **options})
         if 400 <= response.status_code < 500:
             raise UserError(
                 f"{url} of data.features.server.urls refuses a row of {len(ids)} tokens (HTTP {response.status_code}: "
@@ -261,7 +261,7 @@ class ServedFeatures:
             file.unlink(missing_ok=True)
         expected = (len(ids), len(self._served), self._hidden_size)
         wrong = (
-            ("other tokens than were asked for" if read_ids != ids else "")
+            ("other tokens than were sent" if read_ids != ids else "")
             or ("" if hidden_sld.shape == expected else f"the shape {list(hidden_sld.shape)}, not {list(expected)}")
             or ("" if hidden_sld.dtype == self._target.dtype else f"{hidden_sld.dtype}, not {self._target.dtype}")
             or ("" if hidden_sld.isfinite().all() else "values that are not finite")

@@ -1,7 +1,7 @@
 """The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
 
 Online every process reads it to its own device. With features from disk or from servers no decoder layer stays: only
-the first process reads the files, into host memory, and the others take from it what they keep. Beside servers, and
+the first process reads the files, into host memory, and the others take from it what they keep. With servers, and
 where the drafter does not start from the target's layers, each process reads the other weights alone.
 """
 

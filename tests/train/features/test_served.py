@@ -131,7 +131,7 @@ def test_stopped_training_resumes_to_the_same_weights(server: FeatureServer, tmp
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("ids", "has other tokens than were asked for"),
+        ("ids", "has other tokens than were sent"),
         ("nan", "has values that are not finite"),
         ("short", r"has the shape \[\d+, 3, 32\], not \[\d+, 3, 32\]"),
         ("layers", r"has the shape \[\d+, 2, 32\], not \[\d+, 3, 32\]"),
