@@ -18,9 +18,9 @@ counts. EAGLE-3's authors leave out the rows whose most likely token under the t
 eagle/traineagle3/cnets.py, and SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all
 tokens, prompts included; we by the labelled rows. A label outside V' has no `ce`.
 
-`head_loss` computes them in chunks of rows, so that no [M, V] tensor exists: autograd runs for each chunk immediately, and
-only the gradients of the rows and of the head are kept for the backward. (As Liger's fused linear cross entropy does,
-arXiv 2410.10989; `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.) A chunk is as
+`head_loss` computes them in chunks of rows, so that no [M, V] tensor exists: autograd runs for each chunk in the
+forward, and only the gradients of the rows and of the head are kept. (As Liger's fused linear cross entropy does, arXiv
+2410.10989; `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.) A chunk is as
 large as its product wants it, and its softmaxes are computed by blocks, which fit into a CPU's cache.
 
 Shapes: M rows (labelled positions), m of a block, D hidden, V the head's vocabulary, T the teacher's vocabulary, P

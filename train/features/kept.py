@@ -1,9 +1,9 @@
 """Feature files that fill row by row, in any order, while the rows are trained on (`data.features.server.keep`).
 
 The format is that of `cache.py`. A shard that is not complete is `NAME.partial`, of its full size, with `NAME.rows`,
-a byte for each row, 1 once the row is written. A row's bytes are written before its mark, so a kill loses the rows in flight and
-nothing else. Each row is trained on, and so written, by one process of an epoch. `finish` gives complete shards their
-names, after which `source: offline` reads them too.
+a byte for each row, 1 once the row is written. A row's bytes are written before its mark, so a kill loses the rows in
+flight and nothing else. Each row is trained on, and so written, by one process of an epoch. `finish` renames complete
+shards, after which `source: offline` reads them too.
 
 Shapes: S tokens of a row, D hidden, F = D times the number of layers.
 """
@@ -117,7 +117,7 @@ class KeptFeatures:
         os.pwrite(self._file(marks), b"\1", place)
 
     def finish(self) -> None:
-        """Rename the shards whose rows are all written to their final names; called by one process when no other writes."""
+        """Rename the shards whose rows are all written, by one process, when no other writes."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
