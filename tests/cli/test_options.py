@@ -73,7 +73,7 @@ FIGURES: dict[str, Callable[[Any], bool]] = {
     "doctor": lambda found: found["recipe"] == "run" and found["findings"][0]["severity"],
     "tune": lambda found: found["chosen"]["nodes"] > 0 and found["measured"][0]["tokens_per_s"] > 0,
     "prove": lambda found: found["holds"] and found["greedy"][0]["prompts"] == 2,
-    "plan": lambda found: found["peak_bytes"] > 0,
+    "plan": lambda found: found["kept_bytes"] > 0,
     "push": lambda found: found["address"] is None and found["files_bytes"]["config.json"] > 100,
 }
 
