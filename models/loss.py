@@ -40,7 +40,7 @@ from draftsmith.models.target_logits import PLAIN, LogitShape
 CHUNK_ELEMENTS = 1 << 22
 MOST_ROWS = 512  # of a chunk, if its product needs no more
 # Logits of a block on a CPU, so that they stay in its cache, and on other devices.
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 19
 DEVICE_BLOCK_ELEMENTS = 1 << 25
 # Rows of a chunk on any device but a CPU, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
@@ -278,6 +278,10 @@ class _HeadSums:
             rows.label_m >= 0,
             rows.label_m.clamp(min=0),
         )
+        self._weights = {
+            name: weight * rows.weight_m * (self._known_m if name in LABEL_LOSSES else 1.0)
+            for name, weight in loss.items()
+        }
         if wrong_pg is not None:
             self._is_earlier_mg = torch.arange(wrong_pg.shape[1], device=device) < rows.depth_m[:, None]
         self._bias_v = None if linear.bias is None else linear.bias.detach().to(self.dtype)
@@ -312,16 +316,17 @@ class _HeadSums:
 
     def block_loss(self, chunk: slice, block: slice, logits: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the loss of a block of rows of the chunk, and note which are right."""
-        known_m, label_m, weight_m, log_p = self._known_m[block], self._label_m[block], self.rows.weight_m[block], None
+        known_m, label_m, log_p = self._known_m[block], self._label_m[block], None
         log_q = logits.log_softmax(-1, dtype=self.nats_m.dtype)
         if self.teacher is not None:
             place: slice | Tensor = slice(block.start - chunk.start, block.stop - chunk.start)
             place = place if self._place_c is None else self._place_c[place]
             log_p = self._teacher_logits[place].log_softmax(-1, dtype=self.nats_m.dtype)
         correct_m, losses = is_argmax(logits.detach(), label_m) & known_m, list[Tensor]()
-        for name, weight in self.loss.items():
-            counted_m = weight_m * known_m if name in LABEL_LOSSES else weight_m
-            losses.append(weight * counted_m * LOSSES[name](log_q, label_m, log_p))
+        nats_m = ce(log_q, label_m)
+        for name, weight_m in self._weights.items():
+            losses_m = nats_m if name == "ce" else LOSSES[name](log_q, label_m, log_p)
+            losses.append(weight_m[block] * losses_m)
         if self.auxiliary is not None:
             previous_mr = inputs[1] if len(inputs) > 1 else None
             rows = HeadBlock(inputs[0], previous_mr, logits, log_q, log_p, self.rows.at(block))
@@ -329,7 +334,7 @@ class _HeadSums:
             if auxiliary is not None:
                 losses.append(auxiliary.losses_m * auxiliary.weights_m)
                 correct_m = correct_m if auxiliary.is_correct_m is None else auxiliary.is_correct_m
-        reached = self._note(block, ce(log_q.detach(), label_m), correct_m)
+        reached = self._note(block, nats_m.detach(), correct_m)
         total_m = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
         return total_m.sum() if reached is None else (total_m * reached).sum()
 
@@ -344,7 +349,7 @@ class _HeadSums:
         correct_m = torch.empty_like(known_m)
         torch.ops.draftsmith.cross_entropy(logits, self._label_m[block], nats_m, correct_m)
         reached = self._note(block, nats_m, correct_m & known_m)
-        weights_m = self.loss["ce"] * self.rows.weight_m[block] * (known_m if reached is None else known_m & reached)
+        weights_m = self._weights["ce"][block] if reached is None else self._weights["ce"][block] * reached
         logits.mul_(weights_m[:, None])
         return (nats_m * weights_m).sum()
 

@@ -32,7 +32,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> None:
     """The answer follows each draft for 0 to G tokens and then differs, as a target's may."""
     target = tiny_target(num_hidden_layers=4)
-    drafter = tiny_drafter_of(kind, target, **options)
+    drafter = tiny_drafter_of(kind, target, **options).requires_grad_(False)  # as in decoding
     with torch.no_grad():
         for head in drafter.own_heads:  # which are initialised from the target's
             head.weight.add_(0.1 * torch.randn_like(head.weight))

@@ -25,7 +25,7 @@ STEPS = 16
 
 def validated(target: Path, name: str, validation: dict[str, Any], **train: Any) -> Recipe:
     """Return a recipe with a learning rate at which tau rises and falls."""
-    values = {"max_steps": STEPS, "learning_rate": 0.4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    values = {"max_steps": STEPS, "learning_rate": 0.6, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     recipe = make_recipe(target, name, **{**values, "save_total_limit": 2, **train}).model_dump()
     recipe["data"]["eval_rows_frac"] = 0.3
     return Recipe.model_validate({**recipe, "validation": validation})
