@@ -187,17 +187,16 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
 
 
 def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], valid: int) -> Finding:
-    """Count the invalid conversations, which end a distillation unless it skips them."""
-    is_skipped = recipe.data.conversations.skip_invalid
-    what = "invalid ones are skipped: correct the source to use them"
-    if not is_skipped:
+    """Count the invalid conversations; some end a distillation, unless the recipe skips them."""
+    stops, what = False, "invalid ones are skipped: correct the source to use them"
+    if not recipe.data.conversations.skip_invalid:
         try:
             deque(load_conversations(recipe, None, tokenizer), maxlen=0)
         except UserError as error:  # with the place of the first one, and the way out
-            what = f"distillation would stop at {error}"
+            stops, what = True, f"distillation would stop at {error}"
     sentence = f"{counted_reasons(reasons)}, {valid} valid conversations; {what}"
     figures = {"count": reasons.total(), "reasons": dict(reasons), "valid": valid}
-    return Finding("invalid conversations", "warning" if is_skipped else "defect", sentence, figures)
+    return Finding("invalid conversations", "defect" if stops else "warning", sentence, figures)
 
 
 def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:

@@ -25,7 +25,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 __all__ = ["hub"]  # fixtures
-DISTILL = {"temperature": 0.8, "top_k": 9, "max_new_tokens": 5, "cut_answers": "keep"}
+DISTILL = {"temperature": 0.8, "top_k": 9, "max_new_tokens": 20, "cut_answers": "keep"}
 
 
 def recipe_of(folder: Path, name: str, source: str, engine: str = "none", **data: Any) -> Recipe:

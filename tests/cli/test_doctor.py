@@ -150,9 +150,9 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
         {"template": templates.NO_END_TOKEN}, [],
         "source/end tokens", "of 3 answers 3 do not end with </s>, so the drafter would not learn to stop",
     ),
-    "an empty answer": (
-        {"source": [*TALK, turns("Say", " "), turns("", "hi"), {"messages": []}]}, [],
-        "source/invalid conversations", r"3 \(1 empty assistant turn, .*, 3 valid conversations; .*skip_invalid=true",
+    "a turn that is no text": (
+        {"source": [*TALK, {"messages": [{"role": "user", "content": 3}]}, {"messages": []}]}, [],
+        "source/invalid conversations", r"2 \(.*, 3 valid conversations; distillation would stop at .*skip_invalid",
     ),
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
@@ -260,7 +260,7 @@ def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     """Skipping is on; a third of the conversations is cut; the tokenizer has tokens that no row has."""
     case = clinic(
         tmp_path,
-        source=[TALK[1], TALK[2], TWO_ROUNDS, turns("Say", ""), "{not json"],
+        source=[TALK[1], TALK[2], TWO_ROUNDS, "{not json"],
         vocab_size=len(tiny_tokenizer("")),
     )
     case.tokenizer.add_tokens(["<extra>"])

@@ -91,6 +91,6 @@ def test_every_command_writes_its_figures(finished: FinishedRun, command: str) -
 
 
 def test_every_command_is_tested() -> None:
-    """Other tests cover compare, export, import and `recipes` (test_cli); the remaining commands are interactive."""
+    """Other tests cover bench, compare, export, import, init and `recipes`; the remaining commands are interactive."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-    assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve", "recipes"}
+    assert names == {*FIGURES, "bench", "compare", "export", "import", "init", "demo", "chat", "serve", "recipes"}
