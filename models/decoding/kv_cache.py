@@ -166,9 +166,9 @@ class KVCache:
         first = self.first
         for part, rows in zip(held, new, strict=True):
             if isinstance(first, Tensor):
-                part.index_copy_(2, first, rows)
+                part.index_copy_(2, first, rows.detach())
             else:
-                part.narrow(2, first, rows.shape[2]).copy_(rows)
+                part.narrow(2, first, rows.shape[2]).copy_(rows.detach())
         if self._columns_seen == 0:
             return new
         return held[0].narrow(2, 0, self._columns_seen), held[1].narrow(2, 0, self._columns_seen)

@@ -156,11 +156,13 @@ class FeatureTap:
             hook.remove()
 
     def take(self) -> Tensor:
-        """Return the features [B, S, F] of the last forward, F = len(layers) * D.
+        """Return the features [B, S, F] of the last forward, F = len(layers) * D; without layers an empty tensor.
 
         Raises:
             UserError: A layer's hidden states are not of the shape [B, S, D].
         """
+        if not self._layers:
+            return torch.empty(1, 0, 0)
         parts = [self._caught[layer] for layer in self._layers]
         self._caught.clear()
         for layer, part in zip(self._layers, parts, strict=True):
