@@ -3,6 +3,8 @@
 Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads it in seconds.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 from collections import Counter
@@ -93,6 +95,7 @@ class Graphs:
         function: Takes tensors on the device, whose first dimensions are rows.
         what: Its name to the user.
         must: Whether a function that cannot be compiled is an error. Otherwise it runs as it is, after a warning.
+        group: Functions that are compiled together or not at all; it joins them.
     """
 
     def __init__(
@@ -102,12 +105,15 @@ class Graphs:
         device: torch.device,
         backend: str = BACKEND,
         must: bool = False,
+        group: list[Graphs] | None = None,
     ) -> None:
         self._function, self._what, self._device, self._backend, self._must = function, what, device, backend, must
         self._inputs: dict[int, list[Tensor]] = {}
         self._calls: dict[int, Callable[[], Any]] = {}
         self._num_calls: Counter[int] = Counter()
         self.works = True
+        self._group = [] if group is None else group
+        self._group.append(self)
 
     def __call__(self, rows: int, *inputs: Tensor | Sequence[Tensor]) -> Any:
         """Return the function's results for `rows` rows.
@@ -136,7 +142,8 @@ class Graphs:
                 if self._must:
                     raise
                 logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
-                self.works = False
+                for graphs in self._group:
+                    graphs.works = False
         return self._function(*self._inputs[rows])
 
     def _run(self, rows: int) -> Any:

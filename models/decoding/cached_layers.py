@@ -96,6 +96,7 @@ class CachedDecoder:
         cpu_layers = getattr(drafter, "cpu_layers", None)
         self._cpu_layers: CpuLayers | None = None if cpu_layers is None else cpu_layers()
         self._static: Graphs | None = None
+        self._compiled_together: list[Graphs] = []
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the forwards of a round, before the first sequence; prompts are read as before.
@@ -111,8 +112,9 @@ class CachedDecoder:
 
     def _graphs(self, function: Callable[..., Any]) -> Graphs:
         # A separate function, as bound methods are not compiled.
+        what = f"drafter {type(self._drafter).__name__}"
         return Graphs(
-            lambda *inputs: function(*inputs), f"drafter {type(self._drafter).__name__}", self._device, self._backend
+            lambda *inputs: function(*inputs), what, self._device, self._backend, group=self._compiled_together
         )
 
     # ---- a sequence ----

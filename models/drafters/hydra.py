@@ -208,7 +208,8 @@ class HydraDecoder:
         """Compile the heads, a call for each level, and the layer over the prefix."""
         torch._dynamo.mark_static_address(self._rows)
         levels = [self._level_forward(depth) for depth in range(self.num_depths)]
-        self._levels = [Graphs(level, "Hydra", self._drafter.device, backend) for level in levels]
+        group = list[Graphs]()
+        self._levels = [Graphs(level, "Hydra", self._drafter.device, backend, group=group) for level in levels]
         if self._attended is not None:
             self._attended.compile(backend)
 

@@ -124,7 +124,8 @@ def fuse_projections(model: nn.Module) -> None:
 
 
 def _can_be_fused(linears: list[Any]) -> bool:
-    plain = all(type(linear) is nn.Linear for linear in linears)
+    # Hooks, as those of Medusa-2's LoRA, would not be called.
+    plain = all(type(each) is nn.Linear and not (each._forward_hooks or each._forward_pre_hooks) for each in linears)
     return plain and len({(each.weight.dtype, each.weight.device, each.bias is None) for each in linears}) == 1
 
 

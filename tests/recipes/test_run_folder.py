@@ -76,6 +76,7 @@ def test_lock_error_names_the_other_process(
     with pytest.raises(UserError, match=rf"mine is in use by `draftsmith train` \(process {holder.pid} on .*`name`"):
         stage(recipe, 3)
     assert stage(recipe.model_copy(update={"name": "other"}), 3) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")  # the second process of a training whose first one holds the lock
     assert stage(recipe, 3) == 3
 
