@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.places import ROOT
 from support.split_attention import CASES, differences
 from support.vllm_answers import TRITON, has_triton
 from torch import Tensor
@@ -31,7 +31,7 @@ NUM_RESULTS = len(CASES) + 2  # cases of one row also run without a mask
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: make vllm-env")
 def test_equals_torchs_attention_in_the_interpreter() -> None:
     """Only in fp32: Triton 3.9's interpreter has no bf16 products."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(TRITON), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests"), str(TRITON), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "support.split_attention", "cpu"]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
