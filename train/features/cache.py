@@ -14,7 +14,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +100,14 @@ class FeatureIndex:
                 f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "
                 f"read {list(layers)}: restore these keys, or delete that folder and run `draftsmith features` again"
             )
+
+    @staticmethod
+    def plan(
+        layers: tuple[int, ...], hidden_size: int, settings: dict[str, Any], lengths: Sequence[int]
+    ) -> "FeatureIndex":
+        """Return the index of features that are not written yet, of rows of these lengths in tokens."""
+        index = FeatureIndex(layers, hidden_size, settings, [])
+        return replace(index, shards=cut_into_shards(lengths, index.bytes_per_token))
 
     def write(self, folder: Path) -> None:
         """Write `index.json` into the folder."""

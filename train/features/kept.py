@@ -11,7 +11,6 @@ Shapes: S tokens of a row, D hidden, F = D times the number of layers.
 import json
 import os
 from bisect import bisect_right
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.view import target_value
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.features.cache import FeatureIndex, Shard, cut_into_shards, feature_settings
+from draftsmith.train.features.cache import FeatureIndex, Shard, feature_settings
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -47,8 +46,7 @@ def open_kept(recipe: Recipe, tokens: Dataset, tokens_hash: str, drafter: Drafte
     index = FeatureIndex.read(folder)
     if index is None:
         hidden_size = target_value(drafter.attached.target.config, "hidden_size")
-        index = FeatureIndex(layers, hidden_size, settings, [])
-        index = replace(index, shards=cut_into_shards(row_lengths(tokens), index.bytes_per_token))
+        index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
         check_free(folder, index)
         folder.mkdir(parents=True, exist_ok=True)
         if is_first_process():
@@ -82,6 +80,7 @@ class KeptFeatures:
         self._folder, self._index = folder, index
         self._first_rows = [shard.first_row for shard in index.shards]
         self._open: dict[str, int] = {}
+        self._headers: dict[str, bytes] = {}  # of the shards read or written so far
 
     def has(self, row: int) -> bool:
         """Return whether a row can be read."""
@@ -148,6 +147,8 @@ class KeptFeatures:
 
     def _header(self, shard: Shard) -> bytes:
         """Return the beginning of a safetensors file: the header's length, and each layer's dtype, shape and place."""
+        if shard.file in self._headers:
+            return self._headers[shard.file]
         size = shard.tokens * self._index.hidden_size * self._index.dtype.itemsize
         entries = {
             str(layer): {
@@ -159,7 +160,8 @@ class KeptFeatures:
         }
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        header = self._headers[shard.file] = len(text).to_bytes(8, "little") + text
+        return header
 
     def _span(self, shard: Shard, place: int, layer: int) -> tuple[int, int]:
         """Return the place and the size in bytes of one layer of a row in its shard's file."""

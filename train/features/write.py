@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, D hidden, F features.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,7 +37,6 @@ from draftsmith.train.features.cache import (
     FeatureIndex,
     Shard,
     check_offline_support,
-    cut_into_shards,
     feature_settings,
     write_shard,
 )
@@ -141,8 +140,7 @@ def project_features(recipe: Recipe) -> Projection:
     layers, hidden_size = required_layers(drafter), target.config.get_text_config().hidden_size
     index = FeatureIndex.read(run.features)
     if index is None:
-        index = FeatureIndex(layers, hidden_size, settings, [])
-        index = replace(index, shards=cut_into_shards(row_lengths(tokens), index.bytes_per_token))
+        index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
     index.check_matches(run.features, settings, layers)
     return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
 
