@@ -109,7 +109,9 @@ def _table_records(file: Path, delimiter: str | None) -> Records:
         if delimiter is None:
             batches = parquet.ParquetFile(file).iter_batches(TABLE_ROWS)
         else:
-            form = csv.ReadOptions(block_size=MOST_RECORD_BYTES), csv.ParseOptions(delimiter=delimiter)
+            # With threads, the number of cores would decide whether an error names its row.
+            read = csv.ReadOptions(block_size=MOST_RECORD_BYTES, use_threads=False)
+            form = read, csv.ParseOptions(delimiter=delimiter)
             form[1].newlines_in_values = True
             with pyarrow.input_stream(str(file), compression="detect") as stream:
                 text = dict.fromkeys(csv.open_csv(stream, *form).schema.names, pyarrow.string())

@@ -105,7 +105,7 @@ def test_csv_is_read(tmp_path: Path) -> None:
         ("a.csv", "", "cannot be read as CSV (Empty CSV file)"),
         ("a.csv", "prompt,completion\n", "is empty: it must hold one conversation per row"),
         ("a.csv", b"prompt\n\xe4\n", "cannot be read as CSV (In CSV column #0: "),
-        ("a.csv", "prompt,answer\na,b,c\n", "cannot be read as CSV (CSV parse error: Expected 2 columns, got 3"),
+        ("a.csv", "prompt,answer\na,b,c\n", "cannot be read as CSV (CSV parse error: Row #2: Expected 2 columns"),
         ("a.csv.gz", "prompt\nx\n", "cannot be read as CSV"),
     ],
 )
