@@ -33,7 +33,7 @@ from parts.llamacpp import TARGET_DTYPES, Complete, llama_server, programs_and_f
 from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.cli.compare import joint_recipe
+from draftsmith.cli.stages import joint_recipe
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, exit_with_one_sentence

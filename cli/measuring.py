@@ -12,10 +12,8 @@ import typer
 
 from draftsmith.cli.app import MEASURE, TRAIN, Overrides, RecipePath, app, print_next_steps
 from draftsmith.cli.console import heading, tell
-from draftsmith.cli.stages import (
-    measured_result,
-    run_eval,
-)
+from draftsmith.cli.stages import compare as measure_together
+from draftsmith.cli.stages import measured_result, run_eval, with_seeds
 from draftsmith.errors import UserError, masked
 from draftsmith.recipes.loading import load_compared, load_recipe
 from draftsmith.recipes.schema import check_name
@@ -147,14 +145,14 @@ def prove(
         raise typer.Exit(1)
 
 
-@app.command(rich_help_panel=TRAIN, short_help="Train or rank several drafters")
+@app.command(rich_help_panel=TRAIN, short_help="Train and measure several drafters")
 def compare(
     recipes: Annotated[
         list[str],
         typer.Argument(
-            metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
+            metavar="RECIPE ... [section.key=value ...]",
             help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
-            '"quickstart drafter.kind=eagle". Or folders of measured runs.',
+            '"quickstart drafter.kind=eagle".',
         ),
     ],
     name: Annotated[
@@ -162,27 +160,17 @@ def compare(
     ] = "comparison",
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
 ) -> None:
-    """Train several drafters on the same data and measure them side by side; or compare measured runs."""
-    runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
-    if runs:
-        if seeds != 1 or len(runs) < len(recipes):
-            raise UserError(
-                "compare got folders of measured runs together with recipes or --seeds: give the folders alone"
-            )
-        from draftsmith.cli.compare import compare_runs, show_runs
-
-        rows = compare_runs(runs)
-        tell(rows)
-        show_runs(rows)
-        return
+    """Train several drafters on the same data and measure them side by side."""
+    if (Path(recipes[0]) / "eval" / "records.jsonl").is_file():
+        raise UserError(
+            f"compare got the run folder {recipes[0]}: give {recipes[0]}/recipe.yaml, so that all are measured in one "
+            "process; what is trained is not trained again"
+        )
     try:
         check_name(name)
     except ValueError as error:
         raise UserError(f"option --name: {error}, not {name!r}") from None
     loaded, named = load_compared(recipes)
-    from draftsmith.cli.compare import compare as measure_together
-    from draftsmith.cli.compare import with_seeds
-
     words = ["draftsmith", "compare", *recipes, "--name", name]
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
     rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)

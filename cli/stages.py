@@ -3,6 +3,11 @@
 Each prints a summary and returns it as figures for `--json`.
 
 Each imports its modules when it runs, so that `--help` and a mistyped recipe respond immediately.
+
+`compare` runs them for several recipes: every drafter that is not trained yet is trained, then all are measured in one
+process. Each recipe keeps its own run folder; recipes with the same data share one distillation. The table's folder has
+the comparison's name: same target, questions, machine and time for every row, and one baseline. A drafter that changes
+its target (Medusa-2) is measured against the changed target, in its own run.
 """
 
 import shutil
@@ -14,15 +19,16 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from rich.prompt import Confirm
 
 from draftsmith.cli.console import console, heading
 from draftsmith.errors import UserError
 from draftsmith.files import check_writable, read_json
 from draftsmith.progress import is_quiet
-from draftsmith.recipes.loading import first_stage, shipped_folder
+from draftsmith.recipes.loading import explain, first_stage, shipped_folder
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
 
 # Keys of the data section that do not change the distilled conversations.
 NOT_OF_THE_DATA = {
@@ -34,6 +40,12 @@ NOT_OF_THE_DATA = {
     "loops",
     "reasoning",
 }
+
+# Keys of the eval section that must be equal in all recipes of a comparison.
+SHARED_EVAL_KEYS = (
+    "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
+    "temperatures", "top_k", "top_p",
+)  # fmt: skip
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
@@ -200,3 +212,98 @@ def run_eval(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
 def measured_result(recipe: Recipe) -> dict[str, Any]:
     """Read the result that `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
     return read_json(RunFolder(recipe).eval / "result.json", dict[str, Any], "run `draftsmith report` again")
+
+
+# ---- several recipes ----
+
+
+def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
+    """Repeat each recipe for every seed, which changes the initial weights and the order of the same examples.
+
+    The first repetition is the recipe itself; methods that need no training are measured with that one only.
+    """
+    repeated = []
+    for recipe in recipes:
+        trained = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
+        evaluation = recipe.eval.model_copy(update={"methods": trained})
+        repeated.append(recipe)
+        for number in range(1, seeds):
+            train = {**recipe.train, "seed": recipe.train.get("seed", recipe.seed) + number}
+            values = {"name": f"{recipe.name}{SEED_SUFFIX}{number}", "train": train, "eval": evaluation}
+            repeated.append(recipe.model_copy(update=values))
+    return repeated
+
+
+def compare(
+    recipes: list[Recipe], name: str, command: str | None = None, distilled: Sequence[Recipe] = ()
+) -> tuple[list[dict[str, Any]], list[Recipe]]:
+    """Distil, train and measure all recipes.
+
+    Args:
+        name: Name of the common table's run.
+        command: Command that repeats the comparison, for its report.
+        distilled: Further recipes whose distilled conversations may be reused, such as those that overrides vary.
+
+    Returns:
+        The rows of all tables, and the recipe of each table: the common one first, if it was measured.
+
+    Raises:
+        UserError: The recipes differ in target or questions, or two of them have the same name.
+    """
+    from draftsmith.models.base.registry import load_drafter_class
+
+    _check_comparable(recipes, name)
+    kinds = {recipe.name: load_drafter_class(recipe.drafter.kind) for recipe in recipes}
+    together = [each for each in recipes if not hasattr(kinds[each.name], "target_change")]
+    measured = [joint_recipe(together, name)] if together else []
+    for recipe in recipes:
+        reuse_data(recipe, [*recipes, *distilled])
+        make_drafter(recipe)
+    rows = [row for joint in measured for row in run_eval(joint, command)]
+    for recipe in recipes:
+        if recipe not in together:
+            console.print(f"{recipe.name} changes its target: measured in a separate run")
+            rows += run_eval(recipe)
+            measured.append(recipe)
+    return rows, measured
+
+
+def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
+    """Build a recipe that measures every method of every recipe on the first recipe's questions."""
+    own_names = [method.name for recipe in recipes for method in recipe.eval.methods]
+    unique = len(set(own_names)) == len(own_names)
+    methods: list[MethodConfig] = []
+    for recipe in recipes:
+        for method in recipe.eval.methods:
+            method_name = method.name if unique else f"{recipe.name}/{method.name}"
+            drafter = method.drafter or str(RunFolder(recipe).drafter)
+            try:
+                values = method.model_dump() | {"name": method_name, "drafter": drafter}
+                methods.append(MethodConfig.model_validate(values))
+            except ValidationError as error:
+                raise UserError(f"recipe {recipe.name}: {explain(MethodConfig, error, 'eval.methods')}") from None
+    first = recipes[0]
+    return first.model_copy(update={"name": name, "eval": first.eval.model_copy(update={"methods": methods})})
+
+
+def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
+    names = [recipe.name for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"key `name`: the recipes to compare are named {', '.join(names)}: give each a different name")
+    if table_name in names:
+        raise UserError(f"option --name: {table_name} is the name of a recipe: give the table another name")
+    for name in names:  # a seed's number may have made it too long
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise UserError(f"key `name`: {error}, not {name!r}") from None
+    first = recipes[0]
+    for other in recipes[1:]:
+        different = [f"eval.{key}" for key in SHARED_EVAL_KEYS if getattr(other.eval, key) != getattr(first.eval, key)]
+        if other.target != first.target:
+            different.insert(0, "target")
+        if different:
+            raise UserError(
+                f"recipes {first.name} and {other.name} cannot be compared, as {', '.join(different)} differ: "
+                f"make them equal, for example with an override for all: {different[0]}=..."
+            )

@@ -8,7 +8,7 @@ import torch
 from support.places import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from draftsmith.cli.compare import _check_comparable, joint_recipe
+from draftsmith.cli.stages import _check_comparable, joint_recipe
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.eval.methods.drafter import tree_builder
