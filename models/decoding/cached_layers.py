@@ -165,7 +165,7 @@ class CachedDecoder:
             and features.dtype == self._masks_ke.dtype
             and self._is_one_call(num_rows)
         ):
-            logits_gv = layers.draft(ids, features, self._cache.keys, self._cache.values, length)
+            logits_gv = layers.draft(ids, features, self._cache.keys, self._cache.values, length, self._window)
             results = logits_gv[:0], logits_gv
         else:
             inputs = self._with_masks(drafter.real_inputs(ids, features), slice(len(ids) - 1, len(ids)))
@@ -194,26 +194,25 @@ class CachedDecoder:
     # ---- a forward of the layers ----
 
     def _is_one_call(self, num_rows: int) -> bool:
-        """Return True if rows after the cached ones are one call of `CpuLayers`, which knows no window."""
-        is_beyond = self._window is not None and self._cache.length + num_rows > self._window
-        return self._cpu_layers is not None and self._static is None and num_rows <= MOST_CALL_ROWS and not is_beyond
+        """Return True if rows after the cached ones are one call of `CpuLayers`."""
+        return self._cpu_layers is not None and num_rows <= MOST_CALL_ROWS
 
     def _call(
         self,
         inputs_re: Tensor,
         rotary: tuple[Tensor, Tensor],
         first: int,
-        mask: Tensor | None,
-        parents: Sequence[int] | None,
         first_kept: int,
+        parents: Sequence[int] | None = None,
+        sees_later: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run rows from column `first` on as `CpuLayers.forward` does; hidden [R, D] and fp32 logits [k, V']."""
         layers, cache = self._cpu_layers, self._cache
         assert layers is not None
         angles, with_logits = (rotary[0][0], rotary[1][0]), layers.has_head and first_kept < len(inputs_re)
         hidden, normed, logits = layers.forward(
-            inputs_re, angles, cache.keys, cache.values, first, mask, None if parents is None else list(parents),
-            first_kept, with_logits,
+            inputs_re, angles, cache.keys, cache.values, first, first_kept, with_logits, parents, self._window,
+            sees_later,
         )  # fmt: skip
         if not with_logits and first_kept < len(inputs_re):
             logits = self._drafter.head_logits(normed[first_kept:]).float()
@@ -222,14 +221,13 @@ class CachedDecoder:
     def _causal(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
         """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         first, end = self._cache.length, self._cache.length + len(inputs_re)
-        columns, hidden_rs = self._column_s[:end], None
-        if not self._is_one_call(len(inputs_re)) and (first > 0 or self._window is not None):
-            hidden_rs = hidden_columns(columns, columns[first:], first, None, self._window)
-        if self._cpu_layers is not None and len(inputs_re) <= MOST_CALL_ROWS:
-            mask = None if hidden_rs is None else additive_mask(hidden_rs, inputs_re.dtype)
+        if self._is_one_call(len(inputs_re)):
             rotary = self._rotary_of(inputs_re, slice(first, end))
-            hidden, logits = self._call(inputs_re, rotary, first, mask, None, first_kept)
+            hidden, logits = self._call(inputs_re, rotary, first, first_kept)
             return hidden[first_kept:], logits
+        columns, hidden_rs = self._column_s[:end], None
+        if first > 0 or self._window is not None:
+            hidden_rs = hidden_columns(columns, columns[first:], first, None, self._window)
         kept = self._run_rows(inputs_re, first, slice(first, end), hidden_rs)[first_kept:]
         return kept, self._drafter.logits_of(kept).float()
 
@@ -242,11 +240,8 @@ class CachedDecoder:
             first: As in `KVCache.write_at`.
             hidden_rs: As `hidden_columns` returns it; None: the rows are a sequence's first, in causal order.
         """
-        cache, rotary, layers = self._cache, self._rotary_of(inputs_re, positions), self._cpu_layers
-        mask = None if hidden_rs is None else additive_mask(hidden_rs, cache.keys.dtype)
-        if layers is not None and isinstance(first, int) and len(inputs_re) <= MOST_CALL_ROWS:
-            return self._call(inputs_re, rotary, first, mask, None, len(inputs_re))[0]
-        cache.mask = mask
+        cache, rotary = self._cache, self._rotary_of(inputs_re, positions)
+        cache.mask = None if hidden_rs is None else additive_mask(hidden_rs, cache.keys.dtype)
         cache.write_at(first, 0 if hidden_rs is None else hidden_rs.shape[1])
         states: Tensor = self._drafter.run_layers(inputs_re[None], rotary, cache)[0]
         cache.mask = None

@@ -272,11 +272,11 @@ class TreeDecoder(CachedDecoder):
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         first, nodes, length = len(self._tree.depths), len(parents), self._cache.length
         positions = [length - 1 + depth for depth in self._tree.grow(parents)]
-        if self._is_one_call(self.num_depths):
+        if self._levels is None and self._is_one_call(nodes):
             ids, parent_w, position_w = to_device([list(tokens), parents, positions], self._device)
             inputs_we = self._drafter.drafted_inputs(ids, self._outputs.index_select(0, parent_w))
             rotary = self._rotary_of(inputs_we, position_w)
-            hidden_wd, logits_wv = self._call(inputs_we, rotary, length + first - 1, None, self._tree.parents, 0)
+            hidden_wd, logits_wv = self._call(inputs_we, rotary, length + first - 1, 0, self._tree.parents)
             self._outputs[first : first + nodes].copy_(hidden_wd)
             return logits_wv
         # Parent, position, first node, committed tokens, and the nodes seen, all of which may be compared with.

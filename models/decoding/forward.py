@@ -133,7 +133,7 @@ class Forward:
             self.states.reset()
         if self.cpu_target is not None:
             self.cpu_target.refresh()
-        if self.cpu_target is not None and not self._windows.reached(len(tokens)):
+        if self._is_one_call(1, len(tokens)):
             logits, features = self._read_in_calls(tokens)
         else:
             self.cache.write_at(0, 0)
@@ -176,7 +176,7 @@ class Forward:
                 f"a draft tree of {len(parents) - 1} draft tokens is too large: use at most {LONGEST_TREE_NODES}"
             )
         slides = self._windows.reached(end)
-        if self.cpu_target is not None and num_rows <= MOST_CALL_ROWS and not slides:
+        if self._is_one_call(num_rows, end):
             logits, features = self._call(tokens, [length + depth for depth in depths], first, parents=parents)
             return logits, self._features(features)
         # Beyond a sliding window each type of layer has its own mask, for which nothing was compiled.
@@ -193,17 +193,14 @@ class Forward:
         self.cache.write_at(first, end)
         mask: Masks | None = None
         # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
-        # transformers makes a mask itself, and `CpuTarget` does not.
-        if num_rows > 1 or depths[0] < len(parents) - 1 or (slides and self.cpu_target is not None):
+        # transformers makes a mask itself.
+        if num_rows > 1 or depths[0] < len(parents) - 1:
             mask = self._mask(numbers, length, end)
             if slides:
                 key_s = torch.cat([self._column_s[:length], numbers[:, 0]])  # their positions
                 mask = self._windows.masks(mask, numbers[:, 0], key_s)
-        if self.cpu_target is not None and isinstance(mask, Tensor) and num_rows <= MOST_CALL_ROWS:
-            logits, features = self._call(tokens, numbers[:, 0].tolist(), first, mask[0, 0])
-        else:
-            logits = self._logits(ids, numbers[:, 0], mask)
-            features = self._tap.take()[0] if self._read else logits[:, :0]
+        logits = self._logits(ids, numbers[:, 0], mask)
+        features = self._tap.take()[0] if self._read else logits[:, :0]
         return logits, self._features(features)
 
     def run_chain(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
@@ -213,20 +210,25 @@ class Forward:
         logits = self._logits(to_device(tokens, self.device), self._column_s[first:end], None)
         return logits, self._features(self._tap.take()[0])
 
+    def _is_one_call(self, num_rows: int, end: int) -> bool:
+        """Return True if rows up to this column are one call; beyond a window, if all layers have the same one."""
+        if self.cpu_target is None or num_rows > MOST_CALL_ROWS:
+            return False
+        return self._windows.shared is not None or not self._windows.reached(end)
+
     def _call(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         first: int,
-        mask: Tensor | None = None,
         parents: Sequence[int] | None = None,
         first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Run rows as `CpuTarget.forward` does; logits [N - first_kept, V] and features [N, F] of all read layers."""
         assert self.cpu_target is not None
         return self.cpu_target.forward(
-            tokens, positions, self.cache.keys, self.cache.values, first, self._read, mask, parents,
-            first_kept=first_kept,
+            tokens, positions, self.cache.keys, self.cache.values, first, self._read, parents, self._windows.shared,
+            first_kept,
         )  # fmt: skip
 
     def _logits(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> Tensor:

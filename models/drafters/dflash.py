@@ -284,7 +284,7 @@ class BlockDecoder(CachedDecoder):
         config, rows = drafter.config, drafter.config.block_size
         super().__init__(drafter, max_length_tokens, extra_rows=rows, skipped=0)
         self.columns = drafter.columns
-        self._masks_kd = drafter.mask_inputs().detach()
+        self._masks_kd, self._causal_block = drafter.mask_inputs().detach(), config.causal
         seen_rr = torch.ones(rows, rows, dtype=torch.int64, device=self._device)
         self._seen_rr = seen_rr.tril() if config.causal else seen_rr
         self._first_row = int(not config.sample_from_anchor)  # the anchor's row may predict nothing
@@ -310,9 +310,13 @@ class BlockDecoder(CachedDecoder):
             rotary = self._rotary_of(context, slice(self._cache.length, self._cache.length + new))
             self._cache.append(self._to_keys_values(context, rotary))
         first, end = self._cache.length, self._cache.length + len(block)
-        columns = self._column_s[:end]
-        hidden_rs = hidden_columns(columns, columns[first:], first, self._seen_rr, self._window)
-        hidden = self._run_rows(block, first, slice(first, end), hidden_rs)
+        if self._is_one_call(len(block)):
+            rotary = self._rotary_of(block, slice(first, end))
+            hidden, _ = self._call(block, rotary, first, len(block), sees_later=not self._causal_block)
+        else:
+            columns = self._column_s[:end]
+            hidden_rs = hidden_columns(columns, columns[first:], first, self._seen_rr, self._window)
+            hidden = self._run_rows(block, first, slice(first, end), hidden_rs)
         return self._drafter.block_outputs(hidden[self._first_row :])
 
     def _run_static(self, ids: Tensor, features: Tensor, place: Tensor) -> Any:

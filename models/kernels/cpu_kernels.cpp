@@ -135,22 +135,12 @@ at::Tensor attention(
   return out;
 }
 
-// rows [..., D] / rms(rows) * weight [D]; in bf16 rounded twice, as transformers' own norms, if `rounds_twice`.
+// `norm_into`, of rows [..., D].
 at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bool rounds_twice) {
-  const auto from = rows.contiguous();
-  const int64_t size = from.size(-1), count = from.numel() / std::max<int64_t>(size, 1);
-  TORCH_CHECK(size > 0 && weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous(), "rows and norm differ");
-  auto out = at::empty(rows.sizes(), rows.options());
-  with_dtype(rows, [&](auto dtype) {
-    using Dtype = decltype(dtype);
-    using Element = typename Dtype::Element;
-    for (int64_t row = 0; row < count; ++row)
-      rms_norm<Dtype>(
-          static_cast<const Element*>(from.const_data_ptr()) + row * size,
-          static_cast<const Element*>(weight.const_data_ptr()), size, static_cast<float>(eps),
-          static_cast<Element*>(out.data_ptr()) + row * size, rounds_twice);
-  });
-  return out;
+  const auto flat = rows.reshape({-1, rows.size(-1)}).contiguous();
+  const auto out = at::empty(flat.sizes(), flat.options());
+  norm_into(flat, weight, eps, rounds_twice, out);
+  return out.view(rows.sizes());
 }
 
 constexpr int64_t FEW_LOGITS = 1 << 16;  // one thread has read them before another begins

@@ -25,6 +25,10 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#else  // whose pragmas are then ignored
+inline int omp_get_max_threads() { return 1; }
+inline int omp_get_num_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
 #endif
 
 #include "cpu_math.h"
@@ -34,17 +38,7 @@ namespace {
 constexpr int64_t padded(int64_t count) { return (count + BLOCK - 1) / BLOCK * BLOCK; }
 
 inline void wait_for_all() {
-#ifdef _OPENMP
 #pragma omp barrier
-#endif
-}
-
-inline int64_t most_threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
 }
 
 // The part [first, second) of `count` that is a thread's.
@@ -155,32 +149,19 @@ struct Projection {
   }
 };
 
-// Parts [R, D] side by side, each divided by its root mean square and times a weight [D] where it has one, in the dtype of
-// `like`: [R, parts * D].
-inline at::Tensor normed_parts(
-    const std::vector<at::Tensor>& parts, const std::vector<std::optional<at::Tensor>>& norms, double eps,
-    const at::Tensor& like) {
-  const int64_t rows = parts[0].size(0), size = parts[0].size(1), inputs = size * static_cast<int64_t>(parts.size());
-  auto read = at::empty({rows, inputs}, like.options());
-  with_dtype(like, [&](auto dtype) {
-    using Dtype = decltype(dtype);
-    using Element = typename Dtype::Element;
-    for (size_t part = 0; part < parts.size(); ++part) {
-      const auto& of = parts[part];
-      TORCH_CHECK(
-          of.dim() == 2 && of.size(0) == rows && of.size(1) == size && of.stride(1) == 1 && of.dtype() == like.dtype(),
-          "a part has another size or dtype");
-      for (int64_t row = 0; row < rows; ++row) {
-        const auto* from = static_cast<const Element*>(of.const_data_ptr()) + row * of.stride(0);
-        auto* to = static_cast<Element*>(read.data_ptr()) + row * inputs + static_cast<int64_t>(part) * size;
-        if (norms[part])
-          rms_norm<Dtype>(from, static_cast<const Element*>(norms[part]->const_data_ptr()), size, static_cast<float>(eps), to, false);
-        else
-          std::copy(from, from + size, to);
-      }
-    }
+// rows [R, D] / rms(rows) * weight [D] into `out` [R, D]; in bf16 rounded twice, as transformers' own norms, if `rounds_twice`.
+inline void norm_into(const at::Tensor& rows, const at::Tensor& weight, double eps, bool rounds_twice, const at::Tensor& out) {
+  const int64_t size = rows.size(1);
+  TORCH_CHECK(
+      size > 0 && weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous() && rows.stride(1) == 1,
+      "rows and norm differ");
+  with_dtype(rows, [&](auto dtype) {
+    using Element = typename decltype(dtype)::Element;
+    const auto *from = static_cast<const Element*>(rows.const_data_ptr()), *factors = static_cast<const Element*>(weight.const_data_ptr());
+    auto* to = static_cast<Element*>(out.mutable_data_ptr());
+    for (int64_t row = 0; row < rows.size(0); ++row, from += rows.stride(0), to += out.stride(0))
+      rms_norm<decltype(dtype)>(from, factors, size, static_cast<float>(eps), to, rounds_twice);
   });
-  return read;
 }
 
 // rows [R, K] times a packed weight, into `out` [R, N]; all are contiguous.
@@ -246,16 +227,16 @@ struct Rows {
   const int64_t* positions = nullptr;       // of the rows, among those of cos and sin; without them row r's is r
   at::Tensor keys, values;                  // [L, 1, G, S', D of a head], into which the rows are written
   int64_t start = 0;                        // the column of the first row, which the others follow
-  std::optional<at::Tensor> places;         // [R] the columns of the rows, in place of `start`
-  std::optional<at::Tensor> mask;           // [R, S] additive: a row sees the columns where it is zero
-  std::optional<std::vector<int64_t>> parents;  // of the nodes of a tree, of which the rows are the last; as seen by `see`
+  std::optional<std::vector<int64_t>> parents;  // of the nodes of a tree, of which the rows are the last
+  int64_t window = 0;                       // how many positions a row sees, with its own; 0: all
+  bool sees_later = false;                  // rows, not of a tree, that see each other
   std::optional<at::Tensor> first_normed;   // [R, E] what the first layer's q, k and v read, in place of norm(x)
   std::vector<int64_t> taps;                // the features: after so many layers, or after the final norm (-1)
   int64_t first_kept = 0;                   // the first row that logits are wanted of
   bool with_logits = true, wide = true;     // wide: in fp32
 
   int64_t count() const { return inputs.size(0); }
-  int64_t columns() const { return mask ? mask->size(1) : start + count(); }
+  int64_t columns() const { return start + count(); }
 };
 
 // Keys or values of a cache [L, 1, G, S', D].
@@ -303,7 +284,7 @@ struct Forward {
         stream(into(scratch)), queries(stream + rows * width), fresh(queries + rows * of_heads),
         attended(fresh + 2 * rows * of_kv_heads), activated(attended + rows * of_heads),
         finals(activated + rows * mlp_size), seen(rows * columns), counts(rows),
-        products(PRODUCTS_OF_LAYER * static_cast<int64_t>(stack.layers.size()) + 1), taken(most_threads() * products) {
+        products(PRODUCTS_OF_LAYER * static_cast<int64_t>(stack.layers.size()) + 1), taken(omp_get_max_threads() * products) {
     for (int64_t row = 0; row < rows; ++row) {
       const auto* from = at_of(call.inputs) + row * hidden_size;
       std::copy(from, from + hidden_size, stream + row * width);
@@ -341,8 +322,6 @@ struct Forward {
       }
     }
   }
-
-  int64_t place(int64_t row) const { return call.places ? call.places->const_data_ptr<int64_t>()[row] : call.start + row; }
 
   void run(int64_t thread, int64_t threads) {
     const Tiles tiles;
@@ -398,24 +377,28 @@ struct Forward {
     });
   }
 
-  // The columns that a row sees: those where its mask is zero; or all before a tree and its ancestors; or all before it;
-  // and itself.
+  // The columns that a row sees: all before a tree, its ancestors and itself; or all up to itself, or to the last row. Those
+  // outside its window are left out; a node's position is that of its depth.
   void see(int64_t row) {
-    int32_t* to = seen.data() + row * columns;
-    if (call.mask) {
-      counts[row] = find_seen<Dtype>(at_of(*call.mask) + row * call.mask->stride(0), columns, to);
-    } else if (call.parents) {
-      const std::vector<int64_t>& parents = *call.parents;
-      const int64_t earlier = static_cast<int64_t>(parents.size()) - rows, first = call.start - earlier;
-      std::iota(to, to + first, 0);
-      int64_t count = first;
-      for (int64_t node = earlier + row; node >= 0; node = parents[node]) to[count++] = static_cast<int32_t>(first + node);
-      std::reverse(to + first, to + count);
-      counts[row] = count;
-    } else {
-      counts[row] = call.start + row + 1;
-      std::iota(to, to + counts[row], 0);
+    const int64_t earlier = call.parents ? static_cast<int64_t>(call.parents->size()) - rows : 0, first = call.start - earlier;
+    const auto parent_of = [&](int64_t node) { return (*call.parents)[node]; };
+    int64_t position = call.start + row;
+    if (call.parents) {
+      position = first;
+      for (int64_t node = parent_of(earlier + row); node >= 0; node = parent_of(node)) ++position;
     }
+    const int64_t lowest = call.window > 0 ? std::max<int64_t>(position - call.window + 1, 0) : 0;
+    const int64_t end = call.parents ? first : call.sees_later ? columns : position + 1;
+    int32_t* const to = seen.data() + row * columns;
+    int32_t* last = to + std::max<int64_t>(end - lowest, 0);
+    std::iota(to, last, static_cast<int32_t>(lowest));
+    if (call.parents) {
+      int32_t* const begin = last;
+      for (int64_t node = earlier + row; node >= 0 && position >= lowest; node = parent_of(node), --position)
+        *last++ = static_cast<int32_t>(first + node);
+      std::reverse(begin, last);
+    }
+    counts[row] = last - to;
   }
 
   // The first row of which a layer's output is read: of the last layer's, where no features are, by the head alone. Of the
@@ -474,7 +457,7 @@ struct Forward {
       rotate<Dtype>(from, cos.at(0, angle), sin.at(0, angle), call.cos.size(1));
     }
     if (kind == QUERY) return;
-    std::copy(from, from + head_size, (kind == KEY ? keys : values).heads(index).at(head, place(row)));
+    std::copy(from, from + head_size, (kind == KEY ? keys : values).heads(index).at(head, call.start + row));
   }
 
   Attention<Dtype> attention(size_t index, int64_t first) const {
@@ -534,7 +517,7 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
   at::Tensor embedding, cos_table, sin_table, masks;
   Projection fusion;
   std::optional<at::Tensor> fused_table;
-  std::vector<std::optional<at::Tensor>> fusion_norms;
+  std::vector<at::Tensor> fusion_norms;
   double fusion_eps = 0;
   bool fusion_adds_last = false;
 
@@ -611,14 +594,10 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
   // at a time, each part with its norm; the rows [K, D] of the masks that follow, and whether the last token's is added.
   void set_fusion(
       const at::Tensor& packed, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& table,
-      const std::vector<std::optional<at::Tensor>>& norms, double norm_eps, const at::Tensor& mask_rows, bool adds_last) {
+      const std::vector<at::Tensor>& norms, double norm_eps, const at::Tensor& mask_rows, bool adds_last) {
     fusion = {packed, bias, hidden_size, hidden_size * static_cast<int64_t>(norms.size())};
     TORCH_CHECK(!layers.empty() && packed.scalar_type() == dtype(), "layers and fusion differ in dtype");
     if (table) check_embedding(*table);
-    for (const auto& norm : norms)
-      TORCH_CHECK(
-          !norm || (norm->numel() == hidden_size && norm->is_contiguous() && norm->scalar_type() == dtype()),
-          "a norm has another size or dtype");
     TORCH_CHECK(
         mask_rows.dim() == 2 && mask_rows.size(1) == hidden_size && mask_rows.scalar_type() == dtype(),
         "the masks have another size or dtype");
@@ -628,46 +607,51 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
   // The rows of these inputs [R, D], with their cos and sin [R, A], in the order of `Rows`.
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
-      const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& mask,
-      const std::optional<std::vector<int64_t>>& parents, const std::optional<at::Tensor>& first_normed,
-      const std::vector<int64_t>& taps, int64_t first_kept, bool with_logits) const {
+      const at::Tensor& values, int64_t start, const std::optional<std::vector<int64_t>>& parents, int64_t window,
+      bool sees_later, const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept,
+      bool with_logits) const {
     TORCH_CHECK(cos.dim() == 2 && cos.size(0) == inputs.size(0), "cos and sin must be [R, at most the head size]");
     return run(
-        {.inputs = inputs, .cos = cos, .sin = sin, .keys = keys, .values = values, .start = start, .mask = mask,
-         .parents = parents, .first_normed = first_normed, .taps = taps, .first_kept = first_kept,
+        {.inputs = inputs, .cos = cos, .sin = sin, .keys = keys, .values = values, .start = start, .parents = parents,
+         .window = window, .sees_later = sees_later, .first_normed = first_normed, .taps = taps, .first_kept = first_kept,
          .with_logits = with_logits});
   }
 
   // The rows of tokens at these positions; logits are in the weights' dtype.
   std::tuple<at::Tensor, at::Tensor> forward_tokens(
       const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions, const at::Tensor& keys,
-      const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
-      const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
+      const at::Tensor& values, int64_t start, const std::optional<std::vector<int64_t>>& parents, int64_t window,
       const std::vector<int64_t>& taps, int64_t first_kept) const {
     TORCH_CHECK(embedding.defined(), "there is no embedding");
     TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
     return run(
         {.inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size())), .cos = cos_table,
          .sin = sin_table, .positions = checked(positions), .keys = keys, .values = values, .start = start,
-         .places = places, .mask = mask, .parents = parents, .taps = taps, .first_kept = first_kept,
+         .parents = parents, .window = window, .taps = taps, .first_kept = first_kept,
          .with_logits = head.packed.defined(), .wide = false});
   }
 
   // The causal rows of ids [n] with features [n, F] after `start` others, and of the masks; in fp32 the logits [1 + K, V] of
   // the last id and the masks.
   at::Tensor draft(
-      const at::Tensor& ids, const at::Tensor& features, const at::Tensor& keys, const at::Tensor& values, int64_t start) const {
+      const at::Tensor& ids, const at::Tensor& features, const at::Tensor& keys, const at::Tensor& values, int64_t start,
+      int64_t window) const {
     const int64_t known = ids.numel(), of_features = static_cast<int64_t>(fusion_norms.size()) - fused_table.has_value();
     TORCH_CHECK(fusion.packed.defined(), "there is no fusion");
     TORCH_CHECK(known > 0 && ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be [n] int64");
     TORCH_CHECK(
         features.dim() == 2 && features.size(0) == known && features.size(1) == of_features * hidden_size,
         "features have another size");
-    std::vector<at::Tensor> parts;
-    if (fused_table) parts.push_back(rows_of(*fused_table, ids.const_data_ptr<int64_t>(), known));
-    for (int64_t part = 0; part < of_features; ++part) parts.push_back(features.narrow(1, part * hidden_size, hidden_size));
+    const auto parts = at::empty({known, fusion.inputs}, masks.options());
+    for (size_t part = 0; part < fusion_norms.size(); ++part) {
+      const int64_t of_part = static_cast<int64_t>(part) - fused_table.has_value();  // a feature, or before them the token
+      const auto rows = of_part < 0 ? rows_of(*fused_table, ids.const_data_ptr<int64_t>(), known)
+                                    : features.narrow(1, of_part * hidden_size, hidden_size);
+      const auto to = parts.narrow(1, static_cast<int64_t>(part) * hidden_size, hidden_size);
+      norm_into(rows, fusion_norms[part], fusion_eps, false, to);
+    }
     const auto inputs = at::empty({known + masks.size(0), hidden_size}, masks.options());
-    multiply(normed_parts(parts, fusion_norms, fusion_eps, fusion.packed), fusion, inputs.narrow(0, 0, known));
+    multiply(parts, fusion, inputs.narrow(0, 0, known));
     std::memcpy(
         static_cast<char*>(inputs.data_ptr()) + inputs.nbytes() - masks.nbytes(), masks.const_data_ptr(), masks.nbytes());
     if (fusion_adds_last) inputs.narrow(0, known, masks.size(0)).add_(inputs.narrow(0, known - 1, 1));
@@ -675,7 +659,7 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
     std::iota(positions.begin(), positions.end(), start);
     return std::get<1>(run(
         {.inputs = inputs, .cos = cos_table, .sin = sin_table, .positions = checked(positions), .keys = keys,
-         .values = values, .start = start, .first_kept = known - 1}));
+         .values = values, .start = start, .window = window, .first_kept = known - 1}));
   }
 
   void check(const Rows& call) const {
@@ -693,28 +677,10 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
           cache->dim() == 5 && cache->size(0) == static_cast<int64_t>(layers.size()) && cache->size(1) == 1 &&
               cache->size(2) == kv_heads && cache->size(4) == head_size && cache->stride(4) == 1,
           "keys and values must be [layers, 1, key-value heads, columns, head size]");
-      TORCH_CHECK(
-          call.start >= 0 && (call.places || call.start <= cache->size(3) - rows) &&
-              (!call.mask || call.mask->dim() != 2 || call.mask->size(1) <= cache->size(3)),
-          "the cache is full");
+      TORCH_CHECK(call.start >= 0 && call.start <= cache->size(3) - rows, "the cache is full");
     }
     for (const auto* each : {&call.inputs, &call.cos, &call.sin, &call.keys, &call.values})
       TORCH_CHECK(each->scalar_type() == dtype(), "rows, angles, cache and weights differ in dtype");
-    if (call.mask) {
-      const at::Tensor& mask = *call.mask;
-      TORCH_CHECK(mask.dim() == 2 && mask.size(0) == rows && mask.size(1) > 0 && mask.stride(1) == 1, "mask must be [R, S]");
-      TORCH_CHECK(mask.scalar_type() == dtype(), "the mask has another dtype");
-    }
-    if (call.places) {
-      const at::Tensor& places = *call.places;
-      TORCH_CHECK(
-          call.mask && places.numel() == rows && places.scalar_type() == at::kLong && places.is_contiguous(),
-          "places must be [R] int64, with a mask");
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t place = places.const_data_ptr<int64_t>()[row];
-        TORCH_CHECK(place >= 0 && place < call.keys.size(3), "the cache is full");
-      }
-    }
     const int64_t first_width = layers[0].projections[QUERY].inputs;
     if (call.first_normed) {
       const at::Tensor& first = *call.first_normed;
@@ -731,7 +697,7 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
       TORCH_CHECK(tap >= -1 && tap <= static_cast<int64_t>(layers.size()), "there is no such layer to read features of");
     if (call.parents) {
       const int64_t nodes = static_cast<int64_t>(call.parents->size());
-      TORCH_CHECK(!call.mask && nodes >= rows && call.start >= nodes - rows, "a tree needs a parent for each row, and no mask");
+      TORCH_CHECK(nodes >= rows && call.start >= nodes - rows && !call.sees_later, "a tree needs a parent for each row");
       for (int64_t node = 0; node < nodes; ++node)
         TORCH_CHECK((*call.parents)[node] < node, "a node of a tree comes before its parent");
     }
@@ -747,13 +713,8 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
         call.inputs.options().dtype(call.wide ? at::kFloat : dtype()));
     with_dtype(call.inputs, [&](auto of) {
       Forward<decltype(of)> forward(*this, call, features, logits);
-#ifdef _OPENMP
 #pragma omp parallel
       forward.run(omp_get_thread_num(), omp_get_num_threads());
-#else
-      forward.run(0, 1);
-#endif
-      for (const int64_t count : forward.counts) TORCH_CHECK(count > 0, "a row sees nothing");
     });
     return {features, logits};
   }

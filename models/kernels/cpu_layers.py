@@ -135,10 +135,11 @@ class CpuLayers:
         keys: Tensor,
         values: Tensor,
         start: int,
-        mask: Tensor | None,
-        parents: list[int] | None,
         first_kept: int,
         with_logits: bool,
+        parents: Sequence[int] | None = None,
+        window: int | None = None,
+        sees_later: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run rows through all layers; their keys and values are written into the cache.
 
@@ -148,10 +149,11 @@ class CpuLayers:
             rotary: cos and sin [R, A].
             keys, values: [L, 1, G, S, H].
             start: Column of the cache for the first row; the other rows follow it.
-            mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
-            parents: In place of a mask: the parents of a draft tree's nodes, -1 for none; the last R nodes are the
-                rows. A row sees all columns before the tree, its ancestors and itself.
             first_kept: The first row to return logits of.
+            parents: The parents of a draft tree's nodes, -1 for none; the last R nodes are the rows. A row sees all
+                columns before the tree, its ancestors and itself. None: a row sees all rows before it.
+            window: Number of positions that a row sees, its own included; None: all.
+            sees_later: Whether the rows see each other.
 
         Returns:
             Hidden states [R, D] before and after the final norm, and fp32 logits [R', V], which are empty without
@@ -162,22 +164,25 @@ class CpuLayers:
             inputs, read = self._first_input(inputs)
         taps = [self.num_layers, -1]  # as in `FeatureTap`
         states, logits = self.native.forward(
-            inputs.contiguous(), *rotary, keys, values, start, mask, parents, read, taps, first_kept, with_logits,
+            inputs.contiguous(), *rotary, keys, values, start, None if parents is None else list(parents),
+            window or 0, sees_later, read, taps, first_kept, with_logits,
         )  # fmt: skip
         return *states.chunk(2, dim=-1), logits
 
-    def draft(self, ids: Tensor, features: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    def draft(
+        self, ids: Tensor, features: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None = None
+    ) -> Tensor:
         """Run causal rows of tokens with their features, and of the masks after them (`set_fusion`).
 
         Args:
             ids: [n].
             features: [n, F] in the layers' dtype.
-            keys, values, start: As in `forward`; `start` is also the first row's place among `refresh`'s angles.
+            keys, values, start, window: As in `forward`; `start` is also the first row's place in `refresh`'s angles.
 
         Returns:
             fp32 logits [1 + K, V] of the last token and the masks.
         """
-        return cast(Tensor, self.native.draft(ids, features, keys, values, start))
+        return cast(Tensor, self.native.draft(ids, features, keys, values, start, window or 0))
 
     def _build(self) -> Any:
         """Build the C++ object from the layers' current weights."""
@@ -280,23 +285,21 @@ class CpuTarget:
         values: Tensor | None,
         start: int,
         taps: Sequence[int],
-        mask: Tensor | None = None,
         parents: Sequence[int] | None = None,
-        places: Tensor | None = None,
+        window: int | None = None,
         first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Run N tokens at these positions; see `CpuLayers.forward`.
 
         Args:
-            places: [N] cache columns of the rows, in place of `start`; these need a mask.
-            first_kept: The first row to return logits of.
+            taps: Feature layers, as in `FeatureTap`.
 
         Returns:
             Logits [N - first_kept, V], empty without an LM head, and features [N, F].
         """
         features, logits = self._layers.native.forward_tokens(
-            list(tokens), list(positions), keys, values, start, places, mask,
-            None if parents is None else list(parents), list(taps), first_kept,
+            list(tokens), list(positions), keys, values, start, None if parents is None else list(parents),
+            window or 0, list(taps), first_kept,
         )  # fmt: skip
         return logits, features
 

@@ -61,6 +61,12 @@ class Windows:
         sizes = [window.tokens for window in self.by_type.values()]
         return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
 
+    @property
+    def shared(self) -> int | None:
+        """Return the sliding window that all layers have, in tokens; None if they have none, or differ."""
+        windows = [*self.by_type.values()]
+        return windows[0].tokens if len(self.types) == 1 and windows and not windows[0].chunked else None
+
     def reached(self, length_tokens: int) -> bool:
         """Return whether some layer does not attend to all of `length_tokens` tokens."""
         return self.smallest is not None and length_tokens > self.smallest

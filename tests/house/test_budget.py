@@ -16,7 +16,7 @@ from support.places import PACKAGES, ROOT
 from draftsmith.models.base.drafter import Drafter
 
 MOST_FILE_LINES = 550
-LONGER = {"tests/models/kernels/test_cpu_layers.py": 786}  # to be split
+LONGER = {"tests/models/kernels/test_cpu_layers.py": 726}  # to be split
 MOST_ENTRIES = 20  # of a folder: its folders and its files of code
 MOST_DRAFTER_MEMBERS = 24  # that `Drafter` defines
 COMMITS = 50
@@ -24,7 +24,7 @@ COMMITS = 50
 BUDGETS = {
     "package": (PACKAGES, (".py",), 37_187),
     "tests": (("tests",), (".py",), 25_535),
-    "C++": (PACKAGES, (".cpp", ".h"), 1_851),
+    "C++": (PACKAGES, (".cpp", ".h"), 1_802),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }
 FOLDERS = (*PACKAGES, "tests", "benchmarks")

@@ -95,13 +95,16 @@ def packed_target(target: PreTrainedModel, positions: int = 8192) -> CpuTarget:
 
 @dataclasses.dataclass
 class Rows:
-    """Inputs of one forward: R tokens, the columns that each sees, and the keys and values of C context tokens.
+    """Inputs of one forward: R tokens, the last nodes of a tree, and the keys and values of C context tokens.
 
-    keys, values: [L, 1, G, C, H]; seen: [R, C + R], where the rows' own columns follow the context's.
+    parents: of the tree's nodes. window: how many positions a row sees. seen: [R, C + R], the columns that each row
+    sees, where the rows' own columns follow the context's. keys, values: [L, 1, G, C, H].
     """
 
     ids: Tensor
     positions: Tensor
+    parents: list[int]
+    window: int | None
     seen: Tensor
     keys: Tensor
     values: Tensor
@@ -114,22 +117,23 @@ class Rows:
     def first(self, count: int) -> "Rows":
         """Return the first rows, which see no later ones."""
         seen = self.seen[:count, : self.context + count]
-        return Rows(self.ids[:count], self.positions[:count], seen, self.keys, self.values)
+        changes = {"ids": self.ids[:count], "positions": self.positions[:count], "parents": self.parents[:count]}
+        return dataclasses.replace(self, **changes, seen=seen)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [R, C + R]."""
         return torch.zeros(self.seen.shape, dtype=dtype).masked_fill(~self.seen, torch.finfo(dtype).min)
 
-    def is_causal(self) -> bool:
-        """Whether a row sees the whole context, all rows before it, and itself."""
-        return torch.equal(self.seen, torch.ones_like(self.seen).tril(self.context))
+    def is_chain(self) -> bool:
+        """Return whether a row's parent is the row before it."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
 
 def random_rows(target: PreTrainedModel, rows: int, context: int, shape: str = "chain") -> Rows:
     """Build the inputs of one forward in the target's dtype.
 
     Args:
-        shape: `chain`; `tree`, random; `window`, a tree whose nodes see the 7 positions before their own.
+        shape: `chain`; `tree`, random; `window`, a tree whose nodes see the 7 positions up to their own.
     """
     generator = torch.Generator().manual_seed(rows + context)
     parents = torch.arange(-1, rows - 1)
@@ -138,12 +142,14 @@ def random_rows(target: PreTrainedModel, rows: int, context: int, shape: str = "
     tree = TreeShape.of(tuple(parents.tolist()))
     positions = torch.tensor(tree.depths) + context
     seen = torch.cat([torch.ones(rows, context, dtype=torch.bool), seen_nodes(tree.parents, rows)], dim=1)
-    if shape == "window":
-        seen &= torch.cat([torch.arange(context), positions]) > positions[:, None] - 7
+    window = 7 if shape == "window" else None
+    if window is not None:
+        seen &= torch.cat([torch.arange(context), positions]) > positions[:, None] - window
     config = target.config
     kept = (NUM_LAYERS, 1, config.num_key_value_heads, context, config.head_dim)
     keys, values = torch.randn((2, *kept), generator=generator).to(target.dtype)
-    return Rows(torch.randint(VOCAB_SIZE, (rows,), generator=generator), positions, seen, keys, values)
+    ids = torch.randint(VOCAB_SIZE, (rows,), generator=generator)
+    return Rows(ids, positions, parents.tolist(), window, seen, keys, values)
 
 
 @dataclasses.dataclass
@@ -185,53 +191,34 @@ def transformers_outputs(target: PreTrainedModel, rows: Rows) -> Outputs:
     return Outputs(features, logits, *(part[..., rows.context :, :] for part in written))
 
 
-@torch.no_grad()
-def our_outputs(
-    ours: CpuTarget,
-    rows: Rows,
-    places: Tensor | None = None,
-    with_mask: bool = True,
-    parents: list[int] | None = None,
-) -> Outputs:
-    """Run one call, and check that only the rows' own places of the cache are written.
-
-    Args:
-        places: [C + R], columns of context and rows in the cache; None: consecutive from the first column.
-        with_mask: False: a causal forward without a mask.
-        parents: Parents of a tree's nodes, the last of which are the rows, as an alternative to a mask.
-    """
-    context, end = rows.context, rows.context + len(rows.ids)
-    columns = torch.arange(end) if places is None else places
-    room = max(end, int(columns.max()) + 1) + 5
+def room_for(rows: Rows) -> list[Tensor]:
+    """Return a cache of keys and one of values with the context, room for the rows, and more columns."""
     caches = []
     for part in (rows.keys, rows.values):
-        cache = part.new_full((*part.shape[:3], room, part.shape[4]), float("nan"))
-        cache[..., columns[:context], :] = part
+        cache = part.new_full((*part.shape[:3], rows.context + len(rows.ids) + 5, part.shape[4]), float("nan"))
+        cache[..., : rows.context, :] = part
         caches.append(cache)
+    return caches
+
+
+@torch.no_grad()
+def our_outputs(ours: CpuTarget, rows: Rows) -> Outputs:
+    """Run one call, and check that only the rows' own columns of the cache are written; a chain has no parents."""
+    end, caches = rows.context + len(rows.ids), room_for(rows)
     before = [cache.clone() for cache in caches]
-    mask = None
-    if with_mask and parents is None:
-        mask = torch.full((len(rows.ids), room - 5), torch.finfo(rows.keys.dtype).min, dtype=rows.keys.dtype)
-        mask[:, columns] = rows.mask(rows.keys.dtype)
+    parents = None if rows.is_chain() else rows.parents
     logits, features = ours.forward(
-        rows.ids.tolist(), rows.positions.tolist(), *caches, context, TAPS, mask=mask, parents=parents,
-        places=None if places is None else columns[context:],
-    )  # fmt: skip
-    own = columns[context:]
+        rows.ids.tolist(), rows.positions.tolist(), *caches, rows.context, TAPS, parents, rows.window
+    )
     for cache, old in zip(caches, before, strict=True):
-        old[..., own, :] = cache[..., own, :]
+        old[..., rows.context : end, :] = cache[..., rows.context : end, :]
         torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
-    return Outputs(features, logits, *(cache[..., own, :] for cache in caches))
+    return Outputs(features, logits, *(cache[..., rows.context : end, :] for cache in caches))
 
 
 def assert_same_bits(ours: Outputs, theirs: Outputs) -> None:
     for our_part, their_part in zip(ours.tensors(), theirs.tensors(), strict=True):
         assert torch.equal(our_part, their_part)
-
-
-def spread_places(count: int, room: int) -> Tensor:
-    """Return ascending places in a cache with gaps between them, so that sums keep their order."""
-    return torch.randperm(room, generator=torch.Generator().manual_seed(room))[:count].sort().values
 
 
 def is_covered(head_size: int) -> bool:
@@ -273,7 +260,7 @@ def test_fp32_equals_transformers_in_fp64_and_bf16_is_as_near_to_it_as_transform
         theirs = wanted if dtype == torch.float32 else transformers_outputs(plain, rows)
         for count in ROW_COUNTS:
             some = rows.first(count)
-            found = our_outputs(ours, some, with_mask=not some.is_causal())
+            found = our_outputs(ours, some)
             parts = (each.first(count).tensors() for each in (found, theirs, wanted))
             for our_part, their_part, exact_part in zip(*parts, strict=True):
                 if dtype == torch.float32:
@@ -287,23 +274,25 @@ def test_fp32_equals_transformers_in_fp64_and_bf16_is_as_near_to_it_as_transform
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_parents_and_mask_are_bitwise_equal(family: str, dtype: torch.dtype) -> None:
-    """For a whole tree, and for its last rows with the others in the cache."""
+@pytest.mark.parametrize("shape", ["tree", "window"])
+def test_last_nodes_of_a_tree_have_the_bits_of_the_whole_tree(family: str, shape: str, dtype: torch.dtype) -> None:
+    """The first nodes' keys and values are in the cache then; a chain that is given as a tree has its own bits."""
     ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
-    for count, context in ((1, 0), (13, 40), (64, 300)):
-        rows = random_rows(target, count, context, "tree")
-        own = rows.seen[:, context:].tril(-1)
-        parents = [int(node.nonzero().max()) if node.any() else -1 for node in own]
-        whole = our_outputs(ours, rows)
-        assert_same_bits(our_outputs(ours, rows, parents=parents), whole)
-        earlier = count // 3
-        before = [torch.cat([old, new[..., :earlier, :]], dim=3) for old, new in (
+    for count, context in ((13, 40), (64, 300)):
+        rows = random_rows(target, count, context, shape)
+        whole, earlier = our_outputs(ours, rows), count // 3
+        keys, values = (torch.cat([old, new[..., :earlier, :]], dim=3) for old, new in (
             (rows.keys, whole.keys), (rows.values, whole.values),
-        )]  # fmt: skip
-        last = Rows(rows.ids[earlier:], rows.positions[earlier:], rows.seen[earlier:], *before)
-        found = our_outputs(ours, last, parents=parents)
-        assert_same_bits(found, our_outputs(ours, last))
-        assert torch.equal(found.logits, whole.logits[earlier:])
+        ))  # fmt: skip
+        last = dataclasses.replace(
+            rows, ids=rows.ids[earlier:], positions=rows.positions[earlier:], keys=keys, values=values
+        )
+        assert torch.equal(our_outputs(ours, last).logits, whole.logits[earlier:])
+    chain = random_rows(target, 5, 20)
+    as_tree = ours.forward(
+        chain.ids.tolist(), chain.positions.tolist(), *room_for(chain), 20, TAPS, parents=chain.parents
+    )
+    assert torch.equal(as_tree[0], our_outputs(ours, chain).logits)
 
 
 @EVERY_DTYPE
@@ -356,18 +345,6 @@ def test_scaled_rope_and_tied_heads() -> None:
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_bits_do_not_depend_on_places(family: str, dtype: torch.dtype) -> None:
-    """Context and rows are anywhere in the cache, with unread columns between them."""
-    ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
-    for rows, context, shape in ((13, 40, "tree"), (1, 5, "chain"), (30, 0, "window"), (64, 300, "tree")):
-        some = random_rows(target, rows, context, shape)
-        wanted = our_outputs(ours, some, with_mask=not some.is_causal())
-        for room in (context + rows, 2 * (context + rows), 1000):
-            assert_same_bits(our_outputs(ours, some, spread_places(context + rows, room)), wanted)
-
-
-@EVERY_DTYPE
-@EVERY_FAMILY
 def test_node_of_a_tree_has_the_bits_of_its_path(family: str, dtype: torch.dtype) -> None:
     """Each path of a tree, token by token without a mask, against all nodes in one call."""
     ours = packed_target(target := random_target(family, (9, 3), 32, dtype))
@@ -378,14 +355,9 @@ def test_node_of_a_tree_has_the_bits_of_its_path(family: str, dtype: torch.dtype
         path = own[leaf].nonzero()[:, 0].tolist()
         keys, values = tree.keys, tree.values
         for node in path:
-            alone = Rows(
-                tree.ids[node : node + 1],
-                tree.positions[node : node + 1],
-                torch.ones(1, keys.shape[3] + 1, dtype=torch.bool),
-                keys,
-                values,
-            )
-            found = our_outputs(ours, alone, with_mask=False)
+            ids, positions = tree.ids[node : node + 1], tree.positions[node : node + 1]
+            alone = Rows(ids, positions, [-1], None, torch.ones(1, keys.shape[3] + 1) > 0, keys, values)
+            found = our_outputs(ours, alone)
             assert torch.equal(found.features[0], whole.features[node])
             assert torch.equal(found.logits[0], whole.logits[node])
             keys, values = torch.cat([keys, found.keys], dim=3), torch.cat([values, found.values], dim=3)
@@ -418,52 +390,32 @@ def test_bits_do_not_depend_on_threads(family: str, dtype: torch.dtype, threads:
 # ---- weights that change ----
 
 
-def changes_of(target: PreTrainedModel) -> dict[str, Callable[[], Any]]:
-    """Return ways to change a target's weights, by name."""
-    layer: Any = target.base_model.layers[1]
-
-    def replace_norm() -> None:
-        layer.post_attention_layernorm.weight = nn.Parameter(layer.post_attention_layernorm.weight * 2, False)
-
-    def replace_projection() -> None:
-        layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight * 0.5, False)
-
-    def replace_embeddings() -> None:
-        target.get_input_embeddings().weight.data = target.get_input_embeddings().weight.data * 2
-
-    return {
-        "a projection": lambda: layer.self_attn.q_proj.weight.mul_(1.5),
-        "a bias": lambda: layer.self_attn.k_proj.bias.add_(0.5),
-        "a norm": lambda: layer.input_layernorm.weight.mul_(1.5),
-        "the final norm": lambda: target.base_model.norm.weight.mul_(1.5),
-        "the LM head": lambda: target.lm_head.weight.mul_(1.5),
-        "the embeddings": lambda: target.get_input_embeddings().weight.mul_(1.5),
-        "another norm": replace_norm,
-        "another projection": replace_projection,
-        "embeddings at another address": replace_embeddings,
-        "loaded weights": lambda: target.load_state_dict(
-            {name: value * 1.01 for name, value in target.state_dict().items()}
-        ),
-    }
-
-
 @torch.no_grad()
 @EVERY_DTYPE
-@pytest.mark.parametrize("change", list(changes_of(random_target("qwen2"))))
-def test_changed_weights_are_read_at_the_next_sequence(change: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_new", [False, True], ids=["in place", "another tensor"])
+def test_changed_weights_are_read_at_the_next_sequence(is_new: bool, dtype: torch.dtype) -> None:
+    """Each of the embeddings', projections' with their biases, norms' and the LM head's."""
     target = random_target("qwen2", dtype=dtype)
     ours = packed_target(target)
     rows = random_rows(target, 5, 9, "tree")
     before = our_outputs(ours, rows)
-    changes_of(target)[change]()
-    ours.refresh()
-    after = our_outputs(ours, rows)
-    assert not torch.equal(before.logits, after.logits)
+    of_first_layer = [name for name, _ in target.named_parameters() if "layers.1" not in name]
+    for name in of_first_layer:
+        module, _, kind = name.rpartition(".")
+        weight = target.get_parameter(name)
+        if is_new:
+            setattr(target.get_submodule(module), kind, nn.Parameter(weight * 1.5, requires_grad=False))
+        else:
+            weight.mul_(1.5)
+        ours.refresh()
+        after = our_outputs(ours, rows)
+        assert not torch.equal(before.logits, after.logits), name
+        before = after
     fresh = copy.deepcopy(target)
     for module in fresh.modules():
         if isinstance(module, PackedLinear):
             module.__class__ = nn.Linear
-    assert_same_bits(after, our_outputs(packed_target(fresh), rows))
+    assert_same_bits(before, our_outputs(packed_target(fresh), rows))
 
 
 # ---- what is not covered ----
@@ -477,58 +429,48 @@ class OtherLlama(LlamaForCausalLM):
     pass
 
 
-def uncovered_target(case: str) -> PreTrainedModel:
-    """Build a target that differs in one property from the covered ones."""
+# A name of a module, and what makes it one that is not covered.
+UNCOVERED_MODULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a derived target": ("", lambda target: setattr(target, "__class__", OtherLlama)),
+    "a derived layer": ("model.layers.1", lambda layer: setattr(layer, "__class__", OtherLayer)),
+    "float64": ("", nn.Module.double),
+    "float16": ("", nn.Module.half),
+    "a head that is trained": ("lm_head", lambda head: head.weight.requires_grad_(True)),
+    "a projection that is trained": ("model.layers.1.mlp.up_proj", lambda linear: linear.weight.requires_grad_(True)),
+}
+UNCOVERED_PARTS = ("model.layers.1.self_attn.k_proj", "model.layers.1.input_layernorm", "model.norm", "lm_head")
+
+
+@pytest.mark.parametrize("case", UNCOVERED_MODULES)
+def test_targets_of_other_classes_or_dtypes_run_unchanged(case: str) -> None:
+    target, (name, change) = random_target(), UNCOVERED_MODULES[case]
+    change(target.get_submodule(name))
+    pack_linears(target)
+    assert CpuTarget.of(target, 64) is None
+
+
+@pytest.mark.parametrize("name", [*UNCOVERED_PARTS, "model.embed_tokens"])
+def test_targets_with_one_part_in_another_dtype_run_unchanged(name: str) -> None:
+    target = random_target()
+    pack_linears(target)
+    target.get_submodule(name).bfloat16()
+    assert CpuTarget.of(target, 64) is None
+
+
+def test_other_architectures_run_unchanged() -> None:
+    """Another activation, angles that depend on the length, heads that fill no vector or too many; unpacked ones."""
     lanes = vector_lanes()
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    if case in ("gemma", "gpt2"):
-        return tiny_target(case, head_dim=32) if case == "gemma" else tiny_target(case)
-    changes: dict[str, Any] = {
-        "another activation": {"hidden_act": "gelu"},
-        "dynamic RoPE": {"rope_parameters": dynamic},
-        "heads that fill no vector": {"head_size": lanes + lanes // 2},
-        "heads of too many vectors": {"head_size": (MOST_VECTORS + 1) * lanes},
-    }.get(case, {})
-    target: Any = random_target(**changes)
-    layer = target.base_model.layers[1]
-    if case == "a derived target":
-        target.__class__ = OtherLlama
-    elif case == "a derived layer":
-        layer.__class__ = OtherLayer
-    elif case == "float64":
-        target.double()
-    elif case == "float16":
-        target.half()
-    if case == "a head that is trained":
-        target.lm_head.weight.requires_grad_(True)
-    elif case == "a projection that is trained":
-        layer.mlp.up_proj.weight.requires_grad_(True)
-    if case != "unpacked":
+    others: list[dict[str, Any]] = [{"hidden_act": "gelu"}, {"rope_parameters": dynamic}]
+    others += [{"head_size": lanes + lanes // 2}, {"head_size": (MOST_VECTORS + 1) * lanes}]
+    for target in (
+        *(random_target(**other) for other in others),
+        tiny_target("gemma", head_dim=32),
+        tiny_target("gpt2"),
+    ):
         pack_linears(target)
-    if case == "a projection in bf16":
-        layer.self_attn.k_proj.bfloat16()
-    elif case == "a norm in bf16":
-        layer.input_layernorm.bfloat16()
-    elif case == "a final norm in bf16":
-        target.base_model.norm.bfloat16()
-    elif case == "a head in bf16":
-        target.lm_head.bfloat16()
-    elif case == "embeddings in bf16":
-        target.get_input_embeddings().bfloat16()
-    return target
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "another activation", "dynamic RoPE", "unpacked", "a derived target", "a derived layer", "float64", "float16",
-        "heads that fill no vector", "heads of too many vectors", "a head that is trained",
-        "a projection that is trained", "a projection in bf16", "a norm in bf16", "a final norm in bf16",
-        "a head in bf16", "embeddings in bf16", "gemma", "gpt2",
-    ],
-)  # fmt: skip
-def test_uncovered_targets_run_unchanged(case: str) -> None:
-    assert CpuTarget.of(uncovered_target(case), 64) is None
+        assert CpuTarget.of(target, 64) is None
+    assert CpuTarget.of(random_target(), 64) is None
 
 
 # ---- bad arguments ----
@@ -586,8 +528,7 @@ def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.Monke
             calls = count_calls(session, monkeypatch) if packed else []
             outputs.append(run_trees(session, PROMPT, rounds))
             if packed:
-                rows = [len(PROMPT)] * (not session.forward._windows.reached(len(PROMPT))) + [4, 5, 1, 75, 4, 5, 1]
-                assert calls == (rows if in_one_call else [1, 1][: len(calls)])
+                assert calls == ([len(PROMPT), 4, 5, 1, 75, 4, 5, 1] if in_one_call else [1, 1][: len(calls)])
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
@@ -746,7 +687,7 @@ torch.save(test_cpu_layers.outputs_on_this_processor(), file)
 
 
 def outputs_on_this_processor() -> dict[str, Any]:
-    """Return the outputs of fixed models and rows, after checks that 1 to 13 rows and other places change no bit."""
+    """Return the outputs of fixed models and rows, after checks that 1 to 13 rows change no bit."""
     outputs: dict[str, Any] = {"lanes": vector_lanes()}
     for family, dtype in itertools.product(FAMILIES, DTYPES.values()):
         ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
@@ -755,7 +696,6 @@ def outputs_on_this_processor() -> dict[str, Any]:
             whole = our_outputs(ours, rows)
             for count in range(1, 13):
                 assert_same_bits(our_outputs(ours, rows.first(count)), whole.first(count))
-            assert_same_bits(our_outputs(ours, rows, spread_places(context + 13, 90)), whole)
             outputs[f"{family} {dtype} {shape}"] = whole.tensors()
     return outputs
 
