@@ -203,9 +203,10 @@ class DrafterRecipe(Section):
     init: str | None = Field(
         None,
         min_length=1,
-        description="start from another trained drafter's weights: its folder, a Hub id, or a recipe (a file or "
-        "a shipped name), also with its own values, as `quickstart drafter.kind=eagle`; `draftsmith run` first "
-        "trains that recipe's drafter, on this recipe's target and data",
+        description="start from another drafter's weights: its folder or Hub id, also of one published for an "
+        "engine, which is imported; or a recipe (a file or a shipped name), also with its own values, as "
+        "`quickstart drafter.kind=eagle`; `draftsmith run` first trains that recipe's drafter, on this recipe's "
+        "target and data",
     )
     init_vocabulary: Literal["own", "extended"] = Field(
         "own",

@@ -40,6 +40,7 @@ class Start:
     fresh: list[str]  # parameters that the trained drafter lacks
     unused: list[str]  # parameters that only the trained drafter has
     draft_vocabulary: str | None = None  # how the draft vocabulary was carried over, in words; None without one
+    imported: list[str] | None = None  # assumptions of its import from an engine's format; None if trained here
 
 
 @dataclass
@@ -171,10 +172,9 @@ def check_as_trained(folder: Path) -> str:
     Raises:
         UserError: The weights differ from those that were trained, or the folder holds no trained drafter.
     """
-    model_type = str(drafter_config(folder).get("model_type", ""))
-    if not model_type.startswith(MODEL_TYPE_PREFIX):
+    if not is_drafter(folder):
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
-    kind, file = model_type.removeprefix(MODEL_TYPE_PREFIX), folder / TRAINING_FILE
+    kind, file = drafter_config(folder)["model_type"].removeprefix(MODEL_TYPE_PREFIX), folder / TRAINING_FILE
     if not file.is_file():
         return kind
     weights = read_training(folder).weights_sha256
@@ -187,7 +187,22 @@ def check_as_trained(folder: Path) -> str:
 
 
 def drafter_place(location: str, what: str = "drafter") -> Path:
-    """Return the folder of a drafter; a Hub repository is downloaded first.
+    """Return the folder of a drafter; a Hub repository is downloaded first, as by `fetch_drafter`.
+
+    Raises:
+        UserError: As `fetch_drafter`, or the Hub repository holds no drafter.
+    """
+    folder = fetch_drafter(location, what)
+    if is_published(location) and not is_drafter(folder):
+        raise UserError(
+            f"{what} {location}: this Hub repository holds no draftsmith drafter: name another; if it is published for "
+            f"an engine, `draftsmith import RECIPE --from {location} --to FOLDER`, and name FOLDER"
+        )
+    return folder
+
+
+def fetch_drafter(location: str, what: str) -> Path:
+    """Return the folder that is named, or to which the Hub repository is downloaded, without a look inside.
 
     Within one process a Hub id means one commit; without a connection, the commit downloaded before.
 
@@ -195,21 +210,18 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
         what: Name of the drafter in messages, such as a key of the recipe.
 
     Raises:
-        UserError: The folder does not exist and the Hub has no such repository, or the repository holds no drafter.
+        UserError: The folder does not exist and the Hub has no such repository.
     """
     folder, published = expand_home(location), hub_id(location)
     if folder.is_dir() or published is None:
         return folder
     with hub_errors(f"{what} {location} cannot be loaded (it is no folder here, so a Hub id)", published[0]):
-        folder = _fetched(*published)
-    config = folder / "config.json"
-    values = read_json(config, dict[str, Any], f"look at {location} on the Hub") if config.is_file() else {}
-    if not str(values.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
-        raise UserError(
-            f"{what} {location}: this Hub repository holds no draftsmith drafter: name another; if it is published for "
-            f"an engine, `draftsmith import RECIPE --from {location} --to FOLDER`, and name FOLDER"
-        )
-    return folder
+        return _fetched(*published)
+
+
+def is_drafter(folder: Path) -> bool:
+    """Return whether the folder's `config.json` is that of a drafter of draftsmith."""
+    return str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
 
 
 def is_published(location: str) -> bool:

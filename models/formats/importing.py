@@ -1,8 +1,9 @@
 """Import of published checkpoints: from a folder or a Hub repository to a drafter's folder.
 
 The layout is recognised by the config and the tensors' names. Tensors that our drafters borrow from the target must
-equal the target's; otherwise the import fails with a message, and nothing is dropped. The written folder is like that
-of a training without steps, so that every command for drafters accepts it.
+equal the target's; otherwise the import fails with a message, and nothing is dropped. For `drafter.init`, whose target
+may be fine-tuned, they are the target's in any case. The written folder is like that of a training without steps, so
+that every command for drafters accepts it.
 """
 
 import json
@@ -13,21 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError, reason
-from draftsmith.files import check_writable, expand_home, file_sha256, read_json, written_whole
+from draftsmith.files import cache_root, check_writable, expand_home, file_sha256, read_json, written_whole
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, vllm_layout
 from draftsmith.models.formats.reading import Checkpoint, Keys, Parameters, drafted_ids, with_own_head
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.loading import load_target, weights_hash
 from draftsmith.models.target.view import target_values
-from draftsmith.models.weights import describe_differences, some_of, weights_sha256
+from draftsmith.models.weights import describe_differences, sampled_hash, some_of, weights_sha256
 from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -72,13 +74,39 @@ def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path
     return folder, import_drafter(location, target, folder, None if own is None else recipe.drafter.kind)
 
 
-def import_drafter(location: str, target: PreTrainedModel, folder: Path, kind: str | None = None) -> Imported:
+def import_start(recipe: Recipe, location: str) -> Path:
+    """Import a checkpoint for `drafter.init` into draftsmith's cache, once for its weights and the target's.
+
+    Args:
+        location: As in `import_drafter`.
+
+    Returns:
+        The drafter's folder.
+
+    Raises:
+        UserError: As `import_drafter`; an embedding or LM head that is not the target's is left out, with a note.
+    """
+    source = _place(location)
+    checkpoint = sampled_hash([*source.glob("config.json"), *_weights_files(source)])
+    folder = cache_root() / "imported" / f"{source.name}-{checkpoint}-{weights_hash(recipe.target)}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):  # the other processes of a launch wait for it
+        if not folder.is_dir():
+            target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
+            import_drafter(location, target, folder, for_start=True)
+    return folder
+
+
+def import_drafter(
+    location: str, target: PreTrainedModel, folder: Path, kind: str | None = None, for_start: bool = False
+) -> Imported:
     """Convert a published checkpoint to a drafter, written to `folder`.
 
     Args:
         location: A folder, or `user/repo[@revision]`.
         target: The target that the checkpoint was made for, with its weights.
         kind: The recipe's `drafter.kind`, if the folder is that of its run.
+        for_start: Training goes on from it, so that its embedding and LM head may be another target's.
 
     Raises:
         UserError: The checkpoint cannot be read, has no supported layout, does not fit the target, or is of another
@@ -87,7 +115,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path, kind: s
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: name another folder with --to")
     source = _place(location)
-    drafter, assumed = _as_drafter(read_checkpoint(source), target)
+    drafter, assumed = _as_drafter(read_checkpoint(source), target, for_start)
     if kind not in (None, drafter.config.kind):
         raise UserError(
             f"{location} is a drafter of kind {drafter.config.kind}, and the recipe says drafter.kind={kind}: correct "
@@ -110,7 +138,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path, kind: s
     return made
 
 
-def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafter, tuple[str, ...]]:
+def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool) -> tuple[Drafter, tuple[str, ...]]:
     """Build the drafter in the checkpoint's dtype, attached to the target. Returns it with the assumptions made.
 
     Raises:
@@ -121,7 +149,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     head = found.borrowed.get("lm_head")
     if found.can_own_head and head is not None and head.ndim == 2:
         found = found if _is(head, target.get_output_embeddings().weight) else with_own_head(found)
-    _check_borrowed(found, target)
+    notes = _check_borrowed(found, target, for_start)
     options = dict(found.options)
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
         options["init"] = "random"
@@ -141,7 +169,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     drafter.config.dtype = drafter.dtype
     drafter.load_state_dict(found.state)
-    return drafter.attach(target).freeze(), found.assumed
+    return drafter.attach(target).freeze(), (*found.assumed, *notes)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -209,8 +237,11 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     )
 
 
-def _check_borrowed(found: Parameters, target: PreTrainedModel) -> None:
-    """Check that borrowed parameters of the checkpoint are the target's.
+def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool) -> list[str]:
+    """Check that borrowed parameters of the checkpoint are the target's; of a start they need its shape alone.
+
+    Returns:
+        A note on each that is left out.
 
     Raises:
         UserError: The checkpoint has another embedding or LM head than the target.
@@ -218,16 +249,21 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel) -> None:
     sources = {"embed_tokens": target.get_input_embeddings().weight, "lm_head": target.get_output_embeddings().weight}
     if "d2t" in found.state:
         sources["lm_head"] = sources["lm_head"][drafted_ids(found.state["d2t"])]
+    notes = list[str]()
     for name, theirs in found.borrowed.items():
         if name == "embed_tokens" and found.other_row is not None:
             theirs = theirs.clone()
             theirs[found.other_row] = sources["embed_tokens"][found.other_row].to(theirs.dtype)
-        if not _is(theirs, sources[name]):
+        if _is(theirs, sources[name]):
+            continue
+        if not for_start or theirs.shape != sources[name].shape:
             raise UserError(
                 f"the checkpoint's {name} is not the target's, and {found.kind} drafters here have no separate one: "
                 "import one that was made for this target, or, if it is a whole model, name it as the model of a "
-                "`kind: draft_model` in eval.methods"
+                "`kind: draft_model` in eval.methods; one for this target's base is a start (`drafter.init`)"
             )
+        notes.append(f"its {name} is not this target's, which was taken")
+    return notes
 
 
 def _is(theirs: Tensor, ours: Tensor) -> bool:

@@ -6,6 +6,8 @@ EAGLE drafter correspond to those of a parallel one. All others keep the initial
 The trained drafter's draft vocabulary is used only if it has trained rows for these tokens (its own heads, or a Markov
 head's W2). If its head is the target's, nothing of the vocabulary was trained, and the tokens are those most frequent
 in this run's answers, as for a new drafter, or these and the trained drafter's (`drafter.init_vocabulary`).
+
+A checkpoint that was published for an engine is imported first, by itself.
 """
 
 from pathlib import Path
@@ -13,10 +15,11 @@ from pathlib import Path
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.files import expand_home, read_json
 from draftsmith.hub import hub_id
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import Start, drafter_config, drafter_place, read_drafter
+from draftsmith.models.base.registry import Start, fetch_drafter, is_drafter, read_drafter
+from draftsmith.models.formats.importing import IMPORT_FILE, Imported, import_start
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
@@ -29,7 +32,7 @@ def start_folder(recipe: Recipe) -> Path | None:
     """Return the folder of the drafter that the recipe's starts from; None if it starts from none.
 
     Raises:
-        UserError: The folder does not exist, or its drafter is not trained yet.
+        UserError: The folder does not exist, its drafter is not trained yet, or it cannot be imported.
     """
     init = recipe.drafter.init
     if init is None:
@@ -43,20 +46,15 @@ def start_folder(recipe: Recipe) -> Path | None:
                 "recipe trains it first"
             )
         return folder
-    folder = Path(init)
-    if not folder.is_dir():
-        if hub_id(init) is None:
-            raise UserError(
-                f"key `drafter.init`: {init} is not a folder: give a drafter's folder, a recipe or a Hub id"
-            )
-        folder = drafter_place(init, "drafter.init")
-    if not str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
-        raise UserError(
-            f"key `drafter.init`: {init} is not the folder of a trained drafter, such as runs/NAME/drafter: correct "
-            f"it; if it is published for an engine, run `draftsmith import RECIPE --from {init} --to FOLDER` first, "
-            "and name FOLDER"
-        )
-    return folder
+    if not expand_home(init).is_dir() and hub_id(init) is None:
+        raise UserError(f"key `drafter.init`: {init} is not a folder: give a drafter's folder, a recipe or a Hub id")
+    folder = fetch_drafter(init, "key `drafter.init`:")
+    if is_drafter(folder):
+        return folder
+    try:
+        return import_start(recipe, init)
+    except UserError as error:
+        raise UserError(f"key `drafter.init`: {init} is no trained drafter, and cannot be imported: {error}") from None
 
 
 @torch.no_grad()
@@ -80,10 +78,13 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     theirs, mine = trained.state_dict(), drafter.state_dict()
     other_shapes = [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape]
     if other_shapes and own == kind:
-        name = other_shapes[0]
+        name, keys = other_shapes[0], drafter.config.Options.model_fields
+        values = {key: (getattr(trained.config, key), getattr(drafter.config, key)) for key in keys}
+        options = ", ".join(f"{key}={old}" for key, (old, new) in values.items() if old != new)
         raise UserError(
             f"key `drafter.init`: {some_of(other_shapes)} of {source} has another shape ({name} "
-            f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
+            f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe the `drafter.options` that "
+            f"shape it, of those that differ: {options}"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
     vocabulary, its_rows = drafter.vocab_names, drafter.vocab_row_names
@@ -118,7 +119,9 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
         words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
         if anew is not None and (now := drafter.vocab_coverage) is not None:
             words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
-    return Start(source, kind, weights_sha256(folder), fresh, unused, words)
+    file = folder / IMPORT_FILE
+    notes = read_json(file, Imported, "delete the folder and import again").assumed if file.is_file() else None
+    return Start(source, kind, weights_sha256(folder), fresh, unused, words, notes)
 
 
 def start_sentence(start: Start) -> str:
@@ -127,4 +130,6 @@ def start_sentence(start: Start) -> str:
     rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
     rest += f"; left out: {some_of(start.unused)}" if start.unused else ""
     rest += "" if start.draft_vocabulary is None else f"; {start.draft_vocabulary}"
-    return f"started from the weights of a trained {start.kind} drafter (SHA-256 {digest}...){rest}"
+    rest += "".join(f"; note: {note}" for note in start.imported or ())
+    origin = "trained" if start.imported is None else "published"
+    return f"started from the weights of a {origin} {start.kind} drafter (SHA-256 {digest}...){rest}"

@@ -8,19 +8,25 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_drafter_of
 from support.tiny_runs import InterruptAt, have_equal_weights, recipe_file, recipe_in, tiny_run, weights_of
+from torch.testing import assert_close
+from typer.testing import CliRunner
 
 from draftsmith.cli import stages
+from draftsmith.cli.main import app
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
+from draftsmith.models.formats import importing
+from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.start import start_from, start_sentence
+from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.trainer import DrafterTrainer
 
 STILL = {"learning_rate": 0.0, "max_steps": 1}
@@ -57,7 +63,7 @@ def test_parallel_drafter_starts_from_eagle_weights(tmp_path: Path) -> None:
     sha256 = json.loads((source / "training.json").read_text())["weights_sha256"]
     assert training["start"] == {
         "source": str(source), "kind": "eagle", "weights_sha256": sha256, "fresh": ["masks"], "unused": [],
-        "draft_vocabulary": None,
+        "draft_vocabulary": None, "imported": None,
     }  # fmt: skip
     assert training["settings"]["drafter.init (its weights)"] == sha256["model.safetensors"]
     provenance = json.loads((RunFolder(recipe).root / "provenance.json").read_text())
@@ -66,6 +72,43 @@ def test_parallel_drafter_starts_from_eagle_weights(tmp_path: Path) -> None:
     assert f"started from the weights of a trained eagle drafter (SHA-256 {sha256['model.safetensors'][:12]}" in card
     assert "new here: masks." in card
     assert str(tmp_path) not in card
+
+
+def test_published_checkpoint_is_imported_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have another embedding, as a fine-tuned target's base has, which `import` refuses; and it comes once."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    kind, published = drafter_config("eagle3", feature_layers=[1, 2, 3]), tmp_path / "theirs"
+    base = load_target(tiny_run(tmp_path).target)[0]
+    drafter = tiny_drafter_of("eagle3", base, **kind["options"])
+    export_drafter(drafter, "vllm", published, "TARGET", tmp_path)
+    tensors = load_file(published / "model.safetensors")
+    tensors["embed_tokens.weight"] = base.get_input_embeddings().weight.detach().clone()
+    save_file(tensors, published / "model.safetensors")
+    recipe = recipe_from_source(tmp_path, published, kind)
+    arguments = ["import", recipe_file(recipe), "--from", str(published), "--to"]
+    assert CliRunner().invoke(app, [*arguments, str(tmp_path / "ours")]).exit_code == 0
+    for name, source in (("second", published), ("third", tmp_path / "ours")):
+        recipe = recipe_from_source(tmp_path, source, kind, name)
+        train_drafter(recipe)
+        assert_close(weights_of(recipe), drafter.state_dict(), rtol=0, atol=0)
+        card = (RunFolder(recipe).drafter / "README.md").read_text()
+        assert "started from the weights of a published eagle3 drafter (SHA-256 " in card
+        assert "note: " not in card
+    with monkeypatch.context() as patch:
+        patch.setattr(importing, "import_drafter", None)
+        assert start_folder(recipe_from_source(tmp_path, published, kind)) is not None
+
+    base.get_input_embeddings().weight.data[0] += 1
+    base.save_pretrained(tmp_path / "target")
+    refused = CliRunner().invoke(app, [*arguments, str(tmp_path / "again")])
+    assert "embed_tokens is not the target's" in refused.stderr
+    recipe = recipe_from_source(tmp_path, published, kind, "tuned")
+    train_drafter(recipe)
+    assert_close(weights_of(recipe), drafter.state_dict(), rtol=0, atol=0)
+    assert "; note: its embed_tokens is not this target's" in (RunFolder(recipe).drafter / "README.md").read_text()
+    (published / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"theirs is no trained drafter, and cannot be imported: .* no checkpoint"):
+        start_folder(recipe)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +122,7 @@ def test_parallel_drafter_starts_from_eagle_weights(tmp_path: Path) -> None:
         (
             drafter_config("parallel", num_masks=3),
             drafter_config("parallel", num_masks=2),
-            r"masks of .* has another shape \(masks \[3, \d+\], here \[2, \d+\]\): give this recipe its",
+            r"masks of .* another shape \(masks \[3, \d+\], here \[2, \d+\]\): .* of those that differ: num_masks=3",
         ),
         (
             drafter_config("parallel", feature_layers=[1, -1]),
