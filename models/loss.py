@@ -44,6 +44,8 @@ BLOCK_ELEMENTS = 1 << 19
 DEVICE_BLOCK_ELEMENTS = 1 << 25
 # Rows of a chunk on any device but a CPU, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
+# Rows of a weight's gradient that are added at once.
+WEIGHT_ROWS = 4096
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
 
@@ -253,7 +255,10 @@ def head_loss(
 
 
 class _HeadSums:
-    """The losses of an LM head's rows, for `_SumOfChunks`: logits of a chunk, then the loss of each of its blocks.
+    """The losses of an LM head's rows and their gradients, summed over chunks; inside a chunk over blocks of rows.
+
+    Autograd computes the gradients of logits and auxiliary losses. Those of the products are computed here, so that a
+    weight's is summed without a second tensor of its size.
 
     Arguments are those of `head_loss`; `num_inputs` tensors have a row for each of the M rows.
     """
@@ -273,11 +278,8 @@ class _HeadSums:
         self.rows, self.loss, self.teacher, self.shape, self.auxiliary = rows, loss, teacher, shape, auxiliary
         self.wrong_pg, self.num_inputs, self.dtype = wrong_pg, num_inputs, product_dtype(linear.weight)
         device, num_rows = linear.weight.device, len(rows.label_m)
-        self._is_on_cpu, self._known_m, self._label_m = (
-            is_on_cpu(linear.weight),
-            rows.label_m >= 0,
-            rows.label_m.clamp(min=0),
-        )
+        self._is_on_cpu, self._known_m = is_on_cpu(linear.weight), rows.label_m >= 0
+        self._label_m = rows.label_m.clamp(min=0)
         self._weights = {
             name: weight * rows.weight_m * (self._known_m if name in LABEL_LOSSES else 1.0)
             for name, weight in loss.items()
@@ -290,36 +292,94 @@ class _HeadSums:
         vocabulary, hidden_size = linear.weight.shape
         chunk = chunk_rows(vocabulary, hidden_size, linear.weight.requires_grad, device.type)
         self.chunks = [slice(begin, min(begin + chunk, num_rows)) for begin in range(0, num_rows, chunk)]
+        # Cross entropy of bf16 on a CPU, and its gradient, are one pass over each row.
+        is_ce = loss.keys() == {"ce"} and auxiliary is None
+        self._has_one_pass = is_ce and self._is_on_cpu and self.dtype == torch.bfloat16 and has_kernels()
         # The gradients of further parameters are as large as the vocabulary, so there is one for a chunk.
-        self.block_rows = chunk
-        if not (self._is_on_cpu and has_parameters):
-            self.block_rows = max(1, (BLOCK_ELEMENTS if self._is_on_cpu else DEVICE_BLOCK_ELEMENTS) // vocabulary)
+        self._block_rows = chunk
+        if not (self._has_one_pass or (self._is_on_cpu and has_parameters)):
+            self._block_rows = max(1, (BLOCK_ELEMENTS if self._is_on_cpu else DEVICE_BLOCK_ELEMENTS) // vocabulary)
         if teacher is not None:
             # The columns once, rather than products with the whole vocabulary in every chunk.
             columns = slice(None) if teacher.columns_v is None else teacher.columns_v
             self._teacher_vd, bias_v = teacher.head.weight.detach()[columns].to(self.dtype), teacher.head.bias
             self._teacher_bias_v = None if bias_v is None else bias_v.detach()[columns].to(self.dtype)
 
-    def logits(self, chunk: slice, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """Return the logits of a chunk, and note the teacher's."""
-        logits = self.shape(F.linear(inputs[0].to(self.dtype), weights[0], self._bias_v))
-        if len(inputs) > 1:
-            logits = logits + F.linear(inputs[1].to(self.dtype), weights[1])
-        if self.teacher is not None:
-            token_c, self._place_c = self.rows.before_m[chunk], None
-            if self._is_on_cpu:  # neighbours that read the same features are computed once
-                token_c, self._place_c = token_c.unique_consecutive(return_inverse=True)
-            features = self.teacher.features_pd.detach().index_select(0, token_c).to(self.dtype)
-            with torch.no_grad():
-                self._teacher_logits = self.teacher.shape(F.linear(features, self._teacher_vd, self._teacher_bias_v))
-        return logits
+    def sum_chunks(self, tensors: Sequence[Tensor], required: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the sum of the losses of all rows, and its gradients by the tensors that need one.
 
-    def block_loss(self, chunk: slice, block: slice, logits: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a block of rows of the chunk, and note which are right."""
+        Tensors are the inputs [M, ...], a weight [V, ...] for each of them, and further parameters.
+        """
+        split, total, needs_grad = self.num_inputs, self.nats_m.new_zeros(()), any(required)
+        inputs, weights = tensors[:split], [each.detach().to(self.dtype) for each in tensors[split : 2 * split]]
+        # Of what has no row for each row, the gradient is a sum over chunks, so in fp32 at least.
+        grads = [
+            torch.zeros_like(each, dtype=each.dtype if place < split else softmax_dtype(each.dtype)) if needs else None
+            for place, (each, needs) in enumerate(zip(tensors, required, strict=True))
+        ]
+        read_by_auxiliary = [place for place, needs in enumerate(required) if needs and not split <= place < 2 * split]
+        for chunk in self.chunks:
+            parts = [each[chunk].detach().to(self.dtype) for each in inputs]
+            products = [F.linear(parts[0], weights[0], self._bias_v)]
+            products += [F.linear(*pair) for pair in zip(parts[1:], weights[1:], strict=True)]
+            with torch.set_grad_enabled(needs_grad):
+                shaped = self.shape(products[0].requires_grad_(needs_grad))
+                logits = shaped if split == 1 else shaped + products[1].requires_grad_(needs_grad)
+            held = logits.detach()  # no operation reads the logits again: their gradient takes their place
+            self._read_teacher(chunk)
+            for begin in range(chunk.start, chunk.stop, self._block_rows):
+                block = slice(begin, min(begin + self._block_rows, chunk.stop))
+                block_mv = held[block.start - chunk.start : block.stop - chunk.start]
+                if self._has_one_pass:
+                    total.add_(self._loss_in_place(block, block_mv))
+                    continue
+                read = [each[block].detach().requires_grad_(needs_grad) for each in inputs] if self.auxiliary else []
+                leaf = block_mv.detach().requires_grad_(needs_grad)
+                with torch.set_grad_enabled(needs_grad):
+                    loss = self._block_loss(block, block.start - chunk.start, leaf, read)
+                total.add_(loss.detach())
+                if needs_grad:
+                    places = read_by_auxiliary if self.auxiliary else []
+                    sources = [read[place] if place < split else tensors[place] for place in places]
+                    gradient_mv, *found = torch.autograd.grad(loss, [leaf, *sources], allow_unused=True)
+                    block_mv.copy_(gradient_mv)
+                    for place, gradient in zip(places, found, strict=True):
+                        whole = grads[place]
+                        if gradient is not None and whole is not None:
+                            (whole[block] if place < split else whole).add_(gradient)
+            if not needs_grad:
+                continue
+            for place, gradient in enumerate(torch.autograd.grad(logits, products, held)):
+                of_rows, of_weight = grads[place], grads[split + place]
+                if of_rows is not None:
+                    of_rows[chunk] += gradient @ weights[place]
+                if of_weight is not None:
+                    # By rows of the weight, so that a product that is added in fp32 stays in a CPU's cache.
+                    for total_vd, gradient_vm in zip(
+                        of_weight.split(WEIGHT_ROWS), gradient.T.split(WEIGHT_ROWS), strict=True
+                    ):
+                        if total_vd.dtype == self.dtype:
+                            total_vd.addmm_(gradient_vm, parts[place])
+                        else:
+                            total_vd += gradient_vm @ parts[place]
+        return total, grads
+
+    def _read_teacher(self, chunk: slice) -> None:
+        """Compute the teacher's logits of a chunk."""
+        if self.teacher is None:
+            return
+        token_c, self._place_c = self.rows.before_m[chunk], None
+        if self._is_on_cpu:  # neighbours that read the same features are computed once
+            token_c, self._place_c = token_c.unique_consecutive(return_inverse=True)
+        features = self.teacher.features_pd.detach().index_select(0, token_c).to(self.dtype)
+        self._teacher_logits = self.teacher.shape(F.linear(features, self._teacher_vd, self._teacher_bias_v))
+
+    def _block_loss(self, block: slice, begin: int, logits: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a block of rows, which begins at row `begin` of its chunk, and note which are right."""
         known_m, label_m, log_p = self._known_m[block], self._label_m[block], None
         log_q = logits.log_softmax(-1, dtype=self.nats_m.dtype)
         if self.teacher is not None:
-            place: slice | Tensor = slice(block.start - chunk.start, block.stop - chunk.start)
+            place: slice | Tensor = slice(begin, begin + len(logits))
             place = place if self._place_c is None else self._place_c[place]
             log_p = self._teacher_logits[place].log_softmax(-1, dtype=self.nats_m.dtype)
         correct_m, losses = is_argmax(logits.detach(), label_m) & known_m, list[Tensor]()
@@ -334,32 +394,27 @@ class _HeadSums:
             if auxiliary is not None:
                 losses.append(auxiliary.losses_m * auxiliary.weights_m)
                 correct_m = correct_m if auxiliary.is_correct_m is None else auxiliary.is_correct_m
-        reached = self._note(block, nats_m.detach(), correct_m)
+        self.nats_m[block], self.correct_m[block] = nats_m.detach(), correct_m
+        reached = self._reached(block)
         total_m = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
         return total_m.sum() if reached is None else (total_m * reached).sum()
 
-    def has_one_pass(self, logits: Tensor) -> bool:
-        """Return True if `loss_in_place` computes the loss: cross entropy of bf16 on a CPU."""
-        is_ce = self.loss.keys() == {"ce"} and self.auxiliary is None
-        return is_ce and self._is_on_cpu and logits.dtype == torch.bfloat16 and has_kernels()
+    def _loss_in_place(self, block: slice, logits: Tensor) -> Tensor:
+        """Return the cross entropy of a block of rows, note which are right, and replace the logits by its gradient."""
+        weight_m, nats_m, correct_m = self._weights["ce"][block], self.nats_m[block], self.correct_m[block]
+        torch.ops.draftsmith.cross_entropy(logits, self._label_m[block], weight_m, nats_m, correct_m)
+        correct_m &= self._known_m[block]
+        reached = self._reached(block)
+        if reached is not None:
+            logits.mul_(reached[:, None])
+        return (nats_m * weight_m if reached is None else nats_m * weight_m * reached).sum()
 
-    def loss_in_place(self, block: slice, logits: Tensor) -> Tensor:
-        """Return the loss of a block of rows, and replace the logits by their gradient, in one pass over each row."""
-        known_m, nats_m = self._known_m[block], torch.empty_like(self.nats_m[block])
-        correct_m = torch.empty_like(known_m)
-        torch.ops.draftsmith.cross_entropy(logits, self._label_m[block], nats_m, correct_m)
-        reached = self._note(block, nats_m, correct_m & known_m)
-        weights_m = self._weights["ce"][block] if reached is None else self._weights["ce"][block] * reached
-        logits.mul_(weights_m[:, None])
-        return (nats_m * weights_m).sum()
-
-    def _note(self, block: slice, nats_m: Tensor, correct_m: Tensor) -> Tensor | None:
-        """Note cross entropies and which rows are right; return False for rows after their group's first error."""
-        self.nats_m[block], self.correct_m[block] = nats_m, correct_m
+    def _reached(self, block: slice) -> Tensor | None:
+        """Note which rows are wrong; return False for rows after their group's first error, None if all rows count."""
         if self.wrong_pg is None:
             return None
         group_m = self.rows.group_m[block]
-        self.wrong_pg[group_m, self.rows.depth_m[block]] = ~correct_m
+        self.wrong_pg[group_m, self.rows.depth_m[block]] = ~self.correct_m[block]
         return ~(self.wrong_pg[group_m] & self._is_earlier_mg[block]).any(1)
 
 
@@ -372,12 +427,10 @@ class _SumOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sums: _HeadSums, *tensors: Tensor) -> Tensor:
-        needed = ctx.needs_input_grad[1:]
-        at_once = [
-            needs and not _would_hold_two_large_gradients(each) for needs, each in zip(needed, tensors, strict=True)
-        ]
-        total, ctx.grads = _sum_chunks(sums, tensors, at_once)
-        ctx.later = [needs and not now for needs, now in zip(needed, at_once, strict=True)]
+        needed = list(zip(ctx.needs_input_grad[1:], tensors, strict=True))
+        ctx.later = [needs and _would_hold_two_large_gradients(each) for needs, each in needed]
+        at_once = [needs and not later for (needs, _), later in zip(needed, ctx.later, strict=True)]
+        total, ctx.grads = sums.sum_chunks(tensors, at_once)
         ctx.sums = sums if any(ctx.later) else None
         ctx.save_for_backward(*tensors)
         return total
@@ -386,76 +439,13 @@ class _SumOfChunks(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         tensors, grads = ctx.saved_tensors, ctx.grads
         if any(ctx.later):
-            _, computed = _sum_chunks(ctx.sums, tensors, ctx.later)
+            _, computed = ctx.sums.sum_chunks(tensors, ctx.later)
             grads = [now if later is None else later for now, later in zip(grads, computed, strict=True)]
         ctx.grads = None
         for grad in grads:
             if grad is not None:
                 grad.mul_(grad_outputs[0])
         return None, *(None if grad is None else grad.to(each.dtype) for grad, each in zip(grads, tensors, strict=True))
-
-
-def _sum_chunks(
-    sums: _HeadSums, tensors: Sequence[Tensor], required: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the sum of the losses of all rows, and its gradients by the tensors that need one.
-
-    Tensors are the inputs [M, ...], a weight [V, ...] for each of them, and further parameters. Each chunk's graph ends
-    at its logits, where those of its blocks begin.
-    """
-    split, total, needs_grad = sums.num_inputs, sums.nats_m.new_zeros(()), any(required)
-    of_inputs, of_weights, of_further = (
-        [place for place in places if required[place]]
-        for places in (range(split), range(split, 2 * split), range(2 * split, len(tensors)))
-    )
-    grads: list[Tensor | None] = [
-        torch.zeros_like(each) if required[place] else None for place, each in enumerate(tensors[:split])
-    ]
-    grads += [None] * (len(tensors) - split)
-    weights = [
-        each if each.dtype == sums.dtype else each.detach().to(sums.dtype).requires_grad_(wants)
-        for each, wants in zip(tensors[split : 2 * split], required[split:], strict=False)
-    ]
-
-    def add(places: Sequence[int], found: Sequence[Tensor | None], rows: slice) -> None:
-        for place, grad in zip(places, found, strict=True):
-            whole = grads[place]
-            if grad is None:  # not read
-                continue
-            if place < split and whole is not None:
-                whole[rows] += grad
-            else:  # a sum over chunks, so in fp32 at least
-                grads[place] = grad.to(softmax_dtype(grad.dtype)) if whole is None else whole.add_(grad)
-
-    def pass_chunk(chunk: slice) -> None:
-        inputs = [rows[chunk].detach().requires_grad_(required[place]) for place, rows in enumerate(tensors[:split])]
-        with torch.set_grad_enabled(needs_grad):
-            logits = sums.logits(chunk, inputs, weights)
-        held = logits.detach()  # no operation reads the logits again: their gradient takes their place
-        in_place = sums.has_one_pass(logits)
-        for begin in range(0, len(logits), sums.block_rows):
-            block = slice(begin, min(begin + sums.block_rows, len(logits)))
-            rows = slice(chunk.start + block.start, chunk.start + block.stop)
-            if needs_grad and in_place:
-                total.add_(sums.loss_in_place(rows, held[block]))
-                continue
-            read = [each[block].detach().requires_grad_(needs_grad) for each in inputs] if sums.auxiliary else []
-            leaf = held[block].requires_grad_(needs_grad)
-            with torch.set_grad_enabled(needs_grad):
-                loss = sums.block_loss(chunk, rows, leaf, read)
-            total.add_(loss.detach())
-            if needs_grad:
-                places = [*of_inputs, *of_further] if sums.auxiliary else []
-                sources = [read[place] if place < split else tensors[place] for place in places]
-                held[block], *found = torch.autograd.grad(loss, [leaf, *sources], allow_unused=True)
-                add(places, found, rows)
-        if needs_grad:
-            sources = [*(inputs[place] for place in of_inputs), *(weights[place - split] for place in of_weights)]
-            add([*of_inputs, *of_weights], torch.autograd.grad(logits, sources, held) if sources else [], chunk)
-
-    for chunk in sums.chunks:
-        pass_chunk(chunk)
-    return total, grads
 
 
 def _would_hold_two_large_gradients(weight: Tensor) -> bool:

@@ -265,11 +265,11 @@ at::Tensor largest(const at::Tensor& logits) {
 }
 
 // The cross entropy [R] of each row [R, V] of logits in bf16, and whether its label is the first largest; the gradient,
-// softmax less one-hot, takes the logits' place.
-void cross_entropy(at::Tensor logits, const at::Tensor& labels, at::Tensor losses, at::Tensor is_largest) {
+// softmax less one-hot, times the row's weight in fp32 takes the logits' place.
+void cross_entropy(at::Tensor logits, const at::Tensor& labels, const at::Tensor& weights, at::Tensor losses, at::Tensor is_largest) {
   TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kBFloat16 && logits.stride(1) == 1, "logits must be [R, V] in bf16");
-  for (const at::Tensor& each : {labels, losses, is_largest})
-    TORCH_CHECK(each.is_contiguous() && each.numel() == logits.size(0), "labels and results must be [R], and contiguous");
+  for (const at::Tensor& each : {labels, weights, losses, is_largest})
+    TORCH_CHECK(each.is_contiguous() && each.numel() == logits.size(0), "labels, weights and results must be [R], and contiguous");
   const int64_t rows = logits.size(0), columns = logits.size(1), whole = columns / LANES * LANES;
   const auto* label_of = labels.const_data_ptr<int64_t>();
   auto* loss_of = losses.mutable_data_ptr<float>();
@@ -299,12 +299,12 @@ void cross_entropy(at::Tensor logits, const at::Tensor& labels, at::Tensor losse
       for (int64_t column = whole; column < columns; ++column) total += std::exp(BFloat16::widen(of[column]) - best);
       total += sum(sums);
       loss_of[row] = std::log(total) - (wanted - best);
-      const float share = 1 / total;
+      const float weight = weights.const_data_ptr<float>()[row], share = weight / total;
       for (int64_t column = 0; column < whole; column += LANES)
         BFloat16::store(of + column, power_of_two((BFloat16::load(of + column) - best) * LOG2_E) * share);
       for (int64_t column = whole; column < columns; ++column)
         store_first<BFloat16>(of + column, broadcast(std::exp(BFloat16::widen(of[column]) - best) * share), 1);
-      store_first<BFloat16>(of + label, broadcast(std::exp(wanted - best) * share - 1), 1);
+      store_first<BFloat16>(of + label, broadcast(std::exp(wanted - best) * share - weight), 1);
     }
   });
 }
@@ -350,7 +350,7 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("best_first(Tensor logits, int branch, int nodes) -> (int[], int[], float[])");
   library.def("largest(Tensor logits) -> Tensor");
   library.def("keep_rows(Tensor(a!) held, int start, int[] rows) -> ()");
-  library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
+  library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor weights, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
 

@@ -156,5 +156,5 @@ def _register_shapes() -> None:
         return query.new_empty((batch, rows, heads, head_size))
 
     @torch.library.register_fake("draftsmith::cross_entropy")
-    def _(logits: Tensor, labels: Tensor, losses: Tensor, is_largest: Tensor) -> None:
+    def _(logits: Tensor, labels: Tensor, weights: Tensor, losses: Tensor, is_largest: Tensor) -> None:
         return

@@ -207,23 +207,28 @@ def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int) -> None:
 
 
 @pytest.mark.usefixtures("sizes")
-def test_rows_after_the_first_error_of_a_group_have_no_loss() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_after_the_first_error_of_a_group_have_no_loss(dtype: torch.dtype) -> None:
     """Three groups of three depths, depth after depth: right, wrong, right; wrong, ...; right, right, wrong."""
     is_right_gd = torch.tensor([[True, False, True], [False, True, True], [True, True, False]])
     order = torch.arange(9).view(3, 3).T.flatten()
     labels = torch.arange(9)
     hidden_md = torch.zeros(9, V)
     hidden_md[order, torch.where(is_right_gd.flatten(), labels, labels + 1)[order]] = 5.0
-    head = nn.Linear(V, V, bias=False)
+    head = nn.Linear(V, V, bias=False).to(dtype).requires_grad_(False)
     nn.init.eye_(head.weight)
     ones = torch.ones(9)
     rows = HeadRows(labels, ones, labels, labels // 3, labels % 3, labels, ones).at(order)
     wrong_pg = torch.zeros(3, 3, dtype=torch.bool)
-    result = head_loss(head, hidden_md[order].requires_grad_(), rows, wrong_pg=wrong_pg)
+    rows_md, plain_md = hidden_md[order].requires_grad_(), hidden_md.clone().requires_grad_()
+    result = head_loss(head, rows_md, rows, wrong_pg=wrong_pg)
     reached = [0, 1, 3, 6, 7, 8]
-    expected = F.cross_entropy(hidden_md[reached], labels[reached], reduction="sum")
-    torch.testing.assert_close(result.loss.detach(), expected)
+    expected = F.cross_entropy(plain_md[reached], labels[reached], reduction="sum")
+    torch.testing.assert_close(result.loss, expected.detach())
     assert torch.equal(wrong_pg, ~is_right_gd)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    (found,), (wanted,) = (torch.autograd.grad(*each) for each in ((result.loss, rows_md), (expected, plain_md)))
+    torch.testing.assert_close(found, wanted[order], atol=tolerance, rtol=tolerance)
 
 
 def focal(log_q: Tensor, labels: Tensor, log_p: Tensor | None = None) -> Tensor:
