@@ -18,7 +18,6 @@ from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
 from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, drafter_folders
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
-from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.eval.report.sentences import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
@@ -32,7 +31,7 @@ from draftsmith.train.drafter.model_card import Publication, write_drafter_card
 
 WEIGHTS = "model.safetensors"
 SETTINGS, RECORDS, NOTES, PROOF = "settings.json", "records.jsonl", "notes.json", "proof.json"
-DIVERGENCES, TRACED = "divergences.json", "traced.json"
+DIVERGENCES = "divergences.json"
 EVAL_AGAIN = "delete it and run `draftsmith eval` again"
 TUNED_TREE = "tuned_tree"  # the key of the drafter's config
 SIGNIFICANCE = 1e-3  # of all distribution tests together
@@ -153,11 +152,6 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
     """Read the recorded differences between methods' greedy answers and the target's."""
     return _recorded(recipe, DIVERGENCES, list[RecordedDivergence], key="answers") or []
-
-
-def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
-    """Read the answers that were traced round by round; None if none were traced."""
-    return _recorded(recipe, TRACED, list[TracedAnswer], key="answers")
 
 
 def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:

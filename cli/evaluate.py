@@ -24,11 +24,9 @@ from draftsmith.eval.bench.measured_methods import (
     drafter_folders,
     load_models,
     measured_methods,
-    method_kinds,
 )
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.engines.load_test import load_engine_measurements
 from draftsmith.eval.report import sentences
 from draftsmith.eval.report.page.page import write_report
@@ -36,11 +34,11 @@ from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figu
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import read_training
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
+from draftsmith.train.drafter.report import TrainReport
 
 DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
@@ -76,7 +74,6 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         load_engine_measurements(recipe),
         artifacts.recorded_divergences(recipe),
     )
-    traced = artifacts.recorded_traced(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
@@ -92,9 +89,6 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
         _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
-        if traced is None:
-            answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
-            _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)
     finally:
         bench.session.close()
     kinds = [drafter.config.kind for drafter in drafters.values()]
@@ -160,8 +154,8 @@ def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices:
         bench.session.close()
 
 
-def _store(file: Path, values: Any, indent: int | None = 2) -> None:
-    write_atomically(file, json.dumps(values, indent=indent) + "\n")
+def _store(file: Path, values: Any) -> None:
+    write_atomically(file, json.dumps(values, indent=2) + "\n")
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
@@ -189,10 +183,9 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "provenance": provenance,
         "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
         "served": load_engine_measurements(recipe),
-        "traced": artifacts.recorded_traced(recipe),
         "records": records,
         "inputs_sha256": provenance.inputs_sha256,
-        "trained": {drafter_name(place.as_posix()): read_training(place) for place in trained},
+        "trained": {drafter_name(place.as_posix()): TrainReport.read(place) for place in trained},
         "data_card": read_json(card, DataCard, DISTIL_AGAIN) if card.is_file() else None,
         **asdict(measured.notes),
     }

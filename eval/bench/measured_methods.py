@@ -163,12 +163,3 @@ def drafter_folders(recipe: Recipe) -> list[Path]:
     """Return the folders of all measured drafters, without duplicates, in the order of the methods."""
     drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
     return list(dict.fromkeys(drafter_folder(recipe, method) for method in drafted))
-
-
-def method_kinds(recipe: Recipe, drafters: dict[Path, Drafter]) -> dict[str, str]:
-    """Return for each method, by name, the kind of its drafter, or its own kind if it has none."""
-    kinds = {folder: drafter.config.kind for folder, drafter in drafters.items()}
-    return {
-        method.name: kinds[drafter_folder(recipe, method)] if method.kind == DRAFTER_KIND else method.kind
-        for method in recipe.eval.methods
-    }

@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings, target_settings
-from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.files import write_atomically
@@ -148,14 +148,12 @@ class SpecBench:
         question: Question,
         run: int = 0,
         most_new_tokens: int | None = None,
-        on_round: Callable[[Round], None] | None = None,
     ) -> MethodResult:
         """Answer all turns of a question with one method, with its own answers as history.
 
         Args:
             run: Number of the run, which changes the sampling.
             most_new_tokens: Longest answer to a turn, if shorter than the bench's.
-            on_round: See `generate`.
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
         turns: list[AnswerRecord] = []
@@ -171,7 +169,7 @@ class SpecBench:
                 break
             new_tokens = min(max_new_tokens, room)
             stop = StopMatcher(self._stop, self.tokenizer) if self._stop else None
-            answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, stop, on_round)
+            answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, stop)
             if answer.text is None:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()

@@ -35,10 +35,6 @@ TASKS_MEANING = (
     "their answers are; methods are ordered and chosen by them. The pooled figures of all questions are also shown"
 )
 
-JOINED_MEANING = (
-    "A task that joins several categories stands next to the others, and its categories in a separate table"
-)
-
 LENIENCE_WARNING = (
     f"Rows marked {NOT_LOSSLESS!r} were measured with lenience below 1 (arXiv 2211.17192, A.5): their answers do not "
     "have the target's distribution, and their speedup was bought with that."

@@ -16,9 +16,8 @@ loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft
 cost ratio           t_draft / t_target_step, of a whole round
 seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds
 
-A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
-shown in one table and such categories in another, so that no question counts twice. What the figures
-mean is in `docs/concepts/metrics.md`.
+A task may join several categories, as Spec-Bench's `mt_bench` joins eight. They are shown only where it is the only
+task, so that no question counts twice. What the figures mean is in `docs/concepts/metrics.md`.
 
 Everywhere `summary` are the rows of `summarize`, `timing` those of `summarize_timing`, `baseline` those of
 `baseline_speeds`, `proof` is the JSON of `draftsmith prove`, None if it was not run.
@@ -53,7 +52,7 @@ Pair = tuple[int, MethodResult, MethodResult]  # run, the method's answers, the 
 
 
 def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
-    """Compute a row for each method, temperature and category; tasks of several categories and `overall` included.
+    """Compute a row for each method, temperature and task, or category of a single task, and one for `overall`.
 
     Args:
         divergences: The analysed differences of greedy answers.
@@ -62,10 +61,8 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
         UserError: There is no record, or one has answers that cannot be compared.
     """
     check_fair_clock(records)
-    tasks = {record.category: record.task_name for record in records}
-    categories = list(tasks)
-    joined = Counter(tasks.values())
-    categories += [task for task, count in joined.items() if 1 < count < len(tasks) and task not in tasks]
+    tasks = dict.fromkeys(record.task_name for record in records)
+    categories = tasks if len(tasks) > 1 else dict.fromkeys(record.category for record in records)
     ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
     return [_row(records, key, category, ties) for key in records[0].answers for category in [*categories, OVERALL]]
 
@@ -97,13 +94,11 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         speedups.append(_speed(chain(*mine)) / _speed(chain(*baseline)))
         by_question.append(sum(map(_speed, mine)) / sum(map(_speed, baseline)))
     accept_lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
-    task = next(record.task_name for record in records if _belongs(record, category))
     taus = [statistics.fmean(lengths) for lengths in accept_lengths if lengths]
     return {
         "method": first.method,
         "temperature": first.temperature,
         "category": category,
-        "task": None if category == OVERALL else task,
         "tau": sum(sum(turn.accept_lengths) for turn in turns) / rounds if rounds else None,
         "tau_by_question": statistics.fmean(taus) if taus else None,
         "tau_without_bonus": sum(turn.accepted_drafts for turn in turns) / rounds if rounds else None,
@@ -303,18 +298,6 @@ def headline(row: Row) -> Row:
 def best_row(rows: list[Row]) -> Row | None:
     """Return the fastest row; one that is not lossless only if no other was measured."""
     return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]), default=None)
-
-
-def shown_categories(summary: list[Row]) -> list[str]:
-    """Return categories that contain every question exactly once, without `overall`."""
-    parts = parts_of_tasks(summary)
-    return list(dict.fromkeys(row["category"] for row in summary if row["category"] not in (OVERALL, *parts)))
-
-
-def parts_of_tasks(summary: list[Row]) -> list[str]:
-    """Return the categories of tasks that the summary shows as a whole too."""
-    tasks = {row["category"]: row["task"] for row in summary}
-    return [category for category, task in tasks.items() if category != task and task in tasks]
 
 
 # ---- figures computed from rows ----

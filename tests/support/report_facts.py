@@ -6,12 +6,10 @@ from typing import Any
 from support.records import made_up
 
 from draftsmith.data.card.card import CardSource, DataCard
-from draftsmith.data.sources.questions import task_of
 from draftsmith.eval.bench.records import QuestionRecord
-from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.report import TrainReport
 
 
 def row(method: str, category: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
@@ -19,7 +17,6 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "method": method,
         "temperature": temperature,
         "category": category,
-        "task": None if category == "overall" else task_of(category),
         "tau": 2.5,
         "tau_interval": [2.31, 2.74],
         "tau_by_question": 2.61,
@@ -95,7 +92,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
         "served": [],
         "trained": {},
         "inputs_sha256": {},
-        **dict.fromkeys(("target_change", "proof", "traced", "data_card")),
+        **dict.fromkeys(("target_change", "proof", "data_card")),
     }
 
 
@@ -124,11 +121,6 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
     """Return the facts of a run with every section of the page."""
     records = records_of(methods, temperatures)
     summary = [row | {"target_change": None} for row in summarize(records)]
-    rounds = [
-        TracedRound(3, [" quick"], [" brown"], " red"),
-        TracedRound(2, [" fox\n", " <dog>"], [], " jumps"),
-    ]
-    traced = [TracedAnswer("chain@0", "parallel", 1, "math", "Say something & stop.", "The", rounds)]
     history = [
         {"step": 10.0 * step, "loss": 3 / step, "loss_depth1": 2 / step, "loss_depth2": 3 / step,
          "accuracy_depth1": 0.1 * step, "accuracy_depth2": 0.05 * step}
@@ -155,8 +147,7 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
         "questions": len(records),
         "recipe": recipe.model_dump(),
         "records": records,
-        "traced": traced,
-        "trained": {"other": Training(steps=50, history=history, tokens=12345, wall_time_s=60.0, batch_size=4)},
+        "trained": {"other": TrainReport(steps=50, history=history, tokens=12345, wall_time_s=60.0, batch_size=4)},
         "data_card": DataCard(
             {"stdlib": source}, {"prompt": lengths, "answer": lengths}, {"engine": "transformers", "temperature": 0.0}
         ),

@@ -1,11 +1,14 @@
 """Comparisons of methods: overall, by category, by depth and by the phases of a round.
 
-Functions choose and order rows of the summary and the timing; the templates place their figures on the scales.
+Functions choose and order rows of the summary and the timing; the templates place their figures on the scales, in
+percent of the width, so that text keeps its size on a phone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -13,7 +16,6 @@ from typing import Any
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
-from draftsmith.eval.report.page.curves import Scale, scale_around
 from draftsmith.eval.report.sentences import FASTER, SLOWER, verdict_word
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
@@ -32,6 +34,43 @@ MOST_DEPTHS = 8
 SELDOM = 0.005  # share of all rounds below which a depth is not shown
 # Phases of a round, and their keys in a row of the timing.
 PHASES = {"draft": "t_draft_s", "forward": "t_verify_forward_s", "choose": "t_choose_s", "commit": "t_commit_s"}
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, times a power of ten
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale from `low` to `high`; values outside are drawn at its ends."""
+
+    low: float
+    high: float
+
+    def percent(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(100 * min(1.0, max(0.0, share)), 2)
+
+    def ticks(self, about: int = 5) -> list[tuple[str, float]]:
+        """Return about this many ticks at round values, placed in percent."""
+        values = round_values(self.low, self.high, about)
+        return [(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}", self.percent(value)) for value in values]
+
+
+def scale_around(values: Sequence[float], *also: float) -> Scale:
+    """Return a scale over the values, with a margin on both sides."""
+    every = [*values, *also]
+    low, high = min(every), max(every)
+    room = 0.06 * (high - low) or 0.5
+    return Scale(low - room, high + room)
+
+
+def round_values(low: float, high: float, about: int) -> list[float]:
+    """Choose multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
+    if not low < high:
+        return [low]
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) -> list[dict[str, Any]]:

@@ -11,16 +11,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from draftsmith.eval.bench.traced import by_question
 from draftsmith.eval.report import sentences, text
-from draftsmith.eval.report.page import comparisons, curves
+from draftsmith.eval.report.page import comparisons
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
     OVERALL,
     headline,
-    parts_of_tasks,
     seed_spread,
-    shown_categories,
 )
 from draftsmith.files import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND
@@ -32,7 +29,6 @@ SECTIONS = {
     "categories": "By category",
     "depths": "Acceptance by depth",
     "phases": "Where the time goes",
-    "answers": "Answers, round by round",
     "training": "Training",
     "vocabulary": "Draft vocabulary",
     "served": "In engines",
@@ -47,8 +43,8 @@ def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     Args:
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
             `tasks_left_out`, `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
-            `eval/engines/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
-            by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
+            `eval/engines/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, reports of `trained`
+            drafters by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `data_card`.
     """
     values = report_values(root, facts)
     forms = {
@@ -78,11 +74,11 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts together with all values that the templates of report.md and report.html need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
-    records, trained, proof = facts["records"], facts["trained"], facts["proof"]
+    records, proof = facts["records"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]
     verdicts = sentences.verdicts(summary, timing)
-    categories, parts = [*shown_categories(summary), OVERALL], parts_of_tasks(summary)
-    columns = [*categories, MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else categories
+    columns = list(dict.fromkeys(row["category"] for row in summary))
+    columns += [MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else []
     kinds = facts["drafter_kinds"]
     drafters = f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters" if kinds[1:] else "no trained drafter"
     if len(kinds) == 1:
@@ -108,22 +104,22 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "methods": comparisons.method_tables(summary, records),
         "categories": columns,
         "tables": comparisons.category_tables(summary, columns),
-        "parts": parts,
-        "joined": list(dict.fromkeys(row["task"] for row in summary if row["category"] in parts)),
-        "part_tables": comparisons.category_tables(summary, parts) if parts else [],
         "depths": comparisons.acceptance_depths(timing),
         "rounds": comparisons.mean_rounds(timing),
-        "answers": by_question(facts["traced"] or []),
-        "training": curves.training_curves(trained),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.
         "hashes": {text.drafter_name(name): value for name, value in facts["inputs_sha256"].items()},
         # Modules whose constants the templates read.
         "sentences": sentences,
         "page": comparisons,
-        "plot": curves,
     }
-    holds = {"categories": "tables", "phases": "rounds", "data": "data_card", "settings": "recipe"}
+    holds = {
+        "categories": "tables",
+        "phases": "rounds",
+        "training": "trained",
+        "data": "data_card",
+        "settings": "recipe",
+    }
     values["sections"] = {name: title for name, title in SECTIONS.items() if values[holds.get(name, name)]}
     return values
 

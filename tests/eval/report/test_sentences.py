@@ -32,7 +32,6 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     summary += [entry | {"temperature": 1.0, "greedy_identical": None} for entry in summary]
     summary += [
         row("small", "overall", **reduced),
-        row("tree", "mt_bench"),
         row("fast", "overall", lossless=False, greedy_identical=None),
     ]
     values = facts(summary) | {"baseline": BASELINE}
@@ -45,7 +44,6 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     for said in (
         "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
         r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn |",
-        "### Within mt_bench",
         "draftsmith run runs/demo/recipe.yaml",
         "1 question(s) (all of rag), 2 later turn(s)",
         r'new tokens a turn (ended by "\n\n", "Q:" too), ',

@@ -1,19 +1,14 @@
-"""Figures of the page's sections: order, places on scales, rounds."""
-
-from dataclasses import replace
+"""Figures of the page's sections: order and places on scales."""
 
 import pytest
 from support.report_facts import TIMING, records_of, row
 
-from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.comparisons import (
     MOST_DEPTHS,
     acceptance_depths,
     method_tables,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
-
-# ---- methods next to each other ----
 
 
 def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
@@ -54,20 +49,3 @@ def test_acceptance_by_depth() -> None:
     ]
     listed = [(each["method"], len(each["shares"]), each["more"]) for each in acceptance_depths(rows)]
     assert listed == [("deep", MOST_DEPTHS, 3), ("seldom", 1, 2), ("hot", 1, 0)]
-
-
-# ---- rounds ----
-
-
-def test_answers_round_by_round() -> None:
-    """Tokens are counted, and answers to one question stand together."""
-    rounds = [TracedRound(4, [" a", " b"], [" d"], " x"), TracedRound(4, [" c"], [], None)]
-    answer = TracedAnswer("tree@0", "parallel", 7, "math", "y" * (SHOWN_PROMPT_CHARS + 1), "The", rounds)
-    (question,) = by_question([answer, replace(answer, arm="chain@0"), replace(answer, rounds=[])])
-    assert [each.method for each in question] == ["tree", "chain"]
-    shown = question[0]
-    assert shown.shown_prompt == "y" * SHOWN_PROMPT_CHARS + "…"
-    assert (shown.tokens, shown.drafted) == (4, 3)
-    assert [(each.drafted, len(each.accepted)) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
-    assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
-    assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
