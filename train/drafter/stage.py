@@ -137,7 +137,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             with _deterministic(args), without_cudnn_attention():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
-        trainer.shown.stop()
         stop.restore()
     if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
         stop.raise_interrupt()

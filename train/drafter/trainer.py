@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, D hidden, F features, G depths.
 import json
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ from draftsmith.train.drafter.rows import (
     heldout_metrics,
     heldout_sums,
 )
-from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining
+from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining, TrainingBar
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.served import ServedFeatures
@@ -157,9 +158,10 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining.create()
         if not is_quiet():
-            self.add_callback(self.shown)
+            self.add_callback(ShownTraining())
+        if not is_quiet() and sys.stderr.isatty():
+            self.add_callback(TrainingBar())
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

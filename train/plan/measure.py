@@ -58,11 +58,8 @@ def measure_step(recipe: Recipe, length: int, labelled: int) -> MeasuredStep:
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
         drafter.prepare_draft_vocab(rows)
         trainer = DrafterTrainer(drafter, target, args, rows, autocast_target=recipe.data.features.autocast)
-        try:
-            with without_cudnn_attention():
-                trainer.train()
-        finally:
-            trainer.shown.stop()
+        with without_cudnn_attention():
+            trainer.train()
     if args.device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(args.device)
     else:

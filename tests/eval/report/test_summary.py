@@ -142,7 +142,7 @@ def test_tasks_have_equal_weight() -> None:
         "speedup_interval": None, "questions": {"mt_bench": 2, "qa": 1},
     }  # fmt: skip
     assert rows["autoregressive@0"]["over_tasks"]["speedup_mean"] == pytest.approx(1.0)
-    assert "over_tasks" not in rows["chain@0"]["by_category"]["math"]
+    assert "over_tasks" not in rows["chain@0"]["by_category"]["qa"]
     alike = [build_question(n, ("qa", "math")[n % 2], 2.0, 2.0 + 2 * (n % 2), rounds=3) for n in range(6)]
     found = summarize(alike)[-1]["over_tasks"]
     assert (found["speedup_mean"], found["speedup_interval"]) == (pytest.approx(1.5), pytest.approx([1.5, 1.5]))

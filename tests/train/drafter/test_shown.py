@@ -1,11 +1,10 @@
-"""Training's progress: a line per record in a log file, a panel on a terminal."""
+"""Training's progress: a line per record."""
 
-import io
 import re
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
+import pytest
 
 from draftsmith.train.drafter.shown import ShownTraining
 
@@ -21,18 +20,14 @@ def logs(values: dict[str, Any]) -> Any:
     return {key: float(value) for key, value in values.items()}
 
 
-def test_terminal_shows_a_panel() -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    shown = ShownTraining(terminal)
+def test_line_per_record(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ShownTraining()
     shown.on_train_begin(None, state(0), None)  # type: ignore[arg-type]
-    for step, loss in ((100, 6.0), (200, 4.0), (240, 3.27)):
-        shown.on_log(None, state(step), None, logs(RECORD | {"loss": loss}))  # type: ignore[arg-type]
-    shown.on_log(None, state(), None, logs(HELD_OUT_LOGS))  # type: ignore[arg-type]
+    for values in (RECORD, HELD_OUT_LOGS):
+        shown.on_log(None, state(), None, logs(values))  # type: ignore[arg-type]
     shown.on_log(None, state(), None, {"train_runtime": 1.0})  # type: ignore[arg-type]
-    shown.on_train_end(None, state(), None)  # type: ignore[arg-type]
-    last = terminal.file.getvalue().rpartition("\x1b[2K")[2]  # type: ignore[attr-defined]
-    assert re.search(r"step 240/788 +4,600 tok/s +\d+ s left", last)
-    assert re.search(r"loss +3\.27 +█▃▁", last)
-    assert re.search(r"depth 2 +44 % +▁▁▁", last)
-    assert "step 240, held-out: loss 3.41  acc 55 %  tau 2.31" in last
-    shown.stop()  # a second time
+    assert re.fullmatch(
+        r"step 240/788  loss 3\.27  acc 58/44 %  4,600 tok/s  0 s left\n"
+        r"step 240/788  held-out: loss 3\.41  acc 55 %  tau 2\.31\n",
+        capsys.readouterr().out,
+    )
