@@ -60,6 +60,10 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         detail = first["msg"].removeprefix("Value error, ")
         return error(400, f"{where}: {'not supported here' if first['type'] == 'extra_forbidden' else detail}")
 
+    @app.exception_handler(UserError)
+    async def unusable(_: Request, problem: UserError) -> Response:
+        return error(400, str(problem))
+
     @app.exception_handler(AnyHTTPException)  # starlette's too, for unknown paths and methods
     async def refused(_: Request, problem: AnyHTTPException) -> Response:
         return error(problem.status_code, str(problem.detail))
@@ -103,13 +107,10 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             raise HTTPException(503, "the server is stopping") from None
         return job, out
 
-    async def tokenised(prompt: str | list[Turn], where: str) -> list[int]:
-        """Tokenise a prompt in another thread; `where` names its field in the error."""
+    async def tokenised(prompt: str | tuple[Turn, ...]) -> list[int]:
+        """Tokenise a prompt in another thread."""
         running = asyncio.get_running_loop()
-        try:
-            return await running.run_in_executor(tokenising, prompt_ids, worker.tokenizer, prompt, worker.length)
-        except UserError as problem:
-            raise HTTPException(400, f"{where}: {problem}") from None
+        return await running.run_in_executor(tokenising, prompt_ids, worker.tokenizer, prompt, worker.length)
 
     async def respond(
         request: Request, body: AnswerRequest, ids: list[int], max_tokens: int | None, chat: bool
@@ -177,15 +178,15 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
 
     @app.post("/v1/chat/completions", dependencies=[Depends(check_api_key)])
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        turns = [message.turn for message in body.messages]
+        turns = body.turns
         if turns[-1].role != "user":
             raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
-        ids = await tokenised(turns, "messages")
+        ids = await tokenised(turns)
         return await respond(request, body, ids, body.max_completion_tokens or body.max_tokens, chat=True)
 
     @app.post("/v1/completions", dependencies=[Depends(check_api_key)])
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(body.prompt, "prompt")
+        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(body.prompt)
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")

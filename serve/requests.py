@@ -7,12 +7,13 @@ a field that would need a feature which the loop lacks is an error that names it
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.turns import listed, read_turn
 from draftsmith.data.tokens.chat_tokens import longest_token_characters, text_token_ids, token_ids
 from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
@@ -49,55 +50,6 @@ class RequestModel(BaseModel):
             for key, value in given.items()
             if not (value is None or (key not in cls.model_fields and value in (*EMPTY, *NEUTRAL.get(key, ()))))
         }
-
-
-class Message(RequestModel):
-    """A message of a chat; an assistant's may have its reasoning, under either of the two names that servers use."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str = ""
-    reasoning_content: str = ""
-    reasoning: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _allow_reasoning_alone(cls, given: Any) -> Any:
-        thought = isinstance(given, dict) and (given.get("reasoning_content") or given.get("reasoning"))
-        return {**given, "content": given.get("content") or ""} if thought else given
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
-        """Join the texts of a list of parts, as vLLM and llama.cpp do."""
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise ValueError(f"a part of type {str(kind)[:40]} is not supported: use parts of type text")
-            texts.append(part["text"])
-        return "\n".join(texts)
-
-    @property
-    def turn(self) -> Turn:
-        """Return the message as a turn for the target's chat template."""
-        role: Any = "system" if self.role == "developer" else self.role
-        if role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
-            return ReasoningTurn(role, self.content, name=self.name, thoughts=thoughts)
-        return Turn(role, self.content, name=self.name)
-
-
-@dataclass(frozen=True)
-class ReasoningTurn(Turn):
-    """A turn with the reasoning before it; the template decides how much of it stays in the history."""
-
-    thoughts: str = ""
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return super().message | ({"reasoning_content": self.thoughts} if self.thoughts else {})
 
 
 class StreamOptions(RequestModel):
@@ -139,8 +91,26 @@ class AnswerRequest(RequestModel):
 
 
 class ChatRequest(AnswerRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Any] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Return the messages as turns for the target's chat template, read as those of records are.
+
+        Raises:
+            UserError: A message is no turn, or has a field that would change its meaning and is not supported.
+        """
+        turns = []
+        for number, message in enumerate(self.messages, start=1):
+            unread: dict[str, None] = {}
+            try:
+                turns.append(read_turn(message, f"messages, turn {number}", unread=unread))
+            except InvalidConversation as error:
+                raise UserError(f"{error.where}: {error.sentence}") from None
+            if unread:
+                raise UserError(f"messages, turn {number}: {listed(unread)} is not supported here")
+        return tuple(turns)
 
 
 class CompletionRequest(AnswerRequest):
@@ -148,13 +118,13 @@ class CompletionRequest(AnswerRequest):
     echo: Literal[False] = False
 
 
-def prompt_ids(tokenizer: Any, prompt: str | list[Turn], most_tokens: int) -> list[int]:
+def prompt_ids(tokenizer: Any, prompt: str | tuple[Turn, ...], most_tokens: int) -> list[int]:
     """Return the token ids of a text, or of the prompt for the next answer of a chat.
 
     Raises:
         UserError: The chat template rejects the conversation, or the text certainly has more than `most_tokens` tokens.
     """
-    text = prompt if isinstance(prompt, str) else render(tokenizer, tuple(prompt), add_generation_prompt=True)
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
         raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
     return text_token_ids(tokenizer, text) if isinstance(prompt, str) else token_ids(tokenizer, text)

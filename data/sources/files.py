@@ -57,7 +57,7 @@ class InvalidConversation(UserError):
         super().__init__(
             f"{where}: {sentence}; fix it, or set data.conversations.skip_invalid=true to skip and count such cases"
         )
-        self.reason, self.sentence = reason, sentence
+        self.where, self.reason, self.sentence = where, reason, sentence
 
 
 def parse_json_line(line: bytes, where: str) -> Any:

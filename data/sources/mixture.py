@@ -19,8 +19,8 @@ from draftsmith.data.sources.conversation import Conversation, answered_id
 from draftsmith.data.sources.distilled import find_distilled, kept_answers
 from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
-from draftsmith.data.sources.record_reader import parse_conversation
-from draftsmith.data.sources.turn_checks import MOST_NAMES, NoQuestion, listed
+from draftsmith.data.sources.record_reader import NoQuestion, parse_conversation
+from draftsmith.data.sources.turns import MOST_NAMES, listed
 from draftsmith.errors import UserError
 from draftsmith.recipes.conversations import FiltersRecipe, MixedSourceRecipe
 from draftsmith.recipes.schema import Recipe

@@ -16,7 +16,7 @@ from typing import Any
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.files import InvalidConversation, Records, read_records
 from draftsmith.data.sources.question_sets import GITHUB, MT_BENCH, NAMES, questions_file, set_name
-from draftsmith.data.sources.turn_checks import json_kind, listed, text_of
+from draftsmith.data.sources.turns import json_kind, listed, text_of
 from draftsmith.errors import UserError
 from draftsmith.files import file_sha256
 

@@ -22,11 +22,10 @@ Repairs are counted.
 Tools are OpenAI's: `tools` next to the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
 `tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns.
 
-A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns; of a
-turn its thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's `weight`, Axolotl's `train`).
-Refused: images and other media, `documents`, `chat_template_kwargs`, `history`, OpenAI's `functions` and
-`function_call` of 2023, a refusal, and where the record's own answers are used also Axolotl's `train_detail` and
-answers that are marked as bad (`kto_tag`). All other keys are not read, and counted by name.
+A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns, and
+those of a turn (`turns`). Refused: images and other media, `documents`, `chat_template_kwargs`, `history`, OpenAI's
+`functions` of 2023, and where the record's own answers are used also answers that are marked as bad (`kto_tag`). All
+other keys are not read, and counted by name.
 """
 
 import json
@@ -36,43 +35,24 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Role, Turn, conversation_id
 from draftsmith.data.sources.files import InvalidConversation
-from draftsmith.data.sources.turn_checks import (
-    BAD_CALL,
+from draftsmith.data.sources.turns import (
     LONGEST_NAME,
-    EmptyTurn,
-    checked_call,
+    MEDIA,
+    MOST_KEYS_COUNTED,
+    REASONING_KEYS,
+    ROLE_KEYS,
+    TEXT_KEYS,
     checked_tools,
-    in_order_of_calls,
     is_nothing,
     json_kind,
     listed,
     read_json_text,
-    text_and_thoughts,
+    read_turn,
     text_of,
-    usable_turns,
 )
 from draftsmith.recipes.conversations import ColumnsRecipe
 
 LISTS = ("conversations", "messages", "conversation")  # keys of a list of turns
-ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")  # of a turn
-ROLES: dict[str, Role] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "system": "system",
-    "developer": "system",
-}
-CALL_AS_TEXT = "function_call"  # the role of a turn whose text is a call, as JSON
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 COLUMNS = {
     "prompt": ("prompt", "question", "turns"),
     "answer": ("response", "answer", "completion"),
@@ -88,8 +68,12 @@ REFUSED = {  # keys of a record, the names of the reasons, and the sentences
         "`{}` cannot differ by record: remove it, and set target.chat_template_kwargs",
     ),
 }
-TURN_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, *LOSS_KEYS, "tool_calls", "tool_call_id"}
-MOST_KEYS_COUNTED = 64  # of one record
+MOST_TURNS = 10_000
+MOST_CHARACTERS = 8_000_000  # some two million tokens
+
+
+class NoQuestion(InvalidConversation):
+    """A record that has no question or no answer to it, so that nothing can be learned: it is counted, no error."""
 
 
 def parse_conversation(
@@ -146,7 +130,8 @@ class _Reader:
             repaired.update([*self._repairs, *repairs])
         if unread is not None:
             own = (key for key, value in self._record.items() if key not in self._read and not is_nothing(value))
-            names = [*(str(key)[:LONGEST_NAME] for key in islice(own, MOST_KEYS_COUNTED)), *self._unread_of_turns]
+            of_turns = (f"turns.{key}" for key in islice(self._unread_of_turns, MOST_KEYS_COUNTED))
+            names = [*(str(key)[:LONGEST_NAME] for key in islice(own, MOST_KEYS_COUNTED)), *of_turns]
             unread.update(dict.fromkeys(names, 1))
         return Conversation(conversation_id(turns, offered), turns, tools=offered)
 
@@ -227,101 +212,12 @@ class _Reader:
             raise self._invalid("not a list of turns", what)
         turns: list[Turn] = []
         for number, message in enumerate(messages, start=1):
-            try:
-                turns.append(self._turn(message, f"{self._where}, turn {number}"))
-            except EmptyTurn as empty:
-                self._repairs.append(f"ended before an {empty.reason}")
+            turn = read_turn(message, f"{self._where}, turn {number}", self._keeps_answers, self._unread_of_turns)
+            if not turn.content.strip() and not turn.tool_calls and turn.role != "tool":  # a tool may say nothing
+                self._repairs.append(f"ended before an empty {turn.role} turn")
                 break
+            turns.append(turn)
         return tuple(turns)
-
-    def _turn(self, message: Any, here: str) -> Turn:
-        """Read one turn of a list."""
-        name, content, calls = self._parts(message, here)
-        role = ROLES[name]
-        if name == CALL_AS_TEXT:
-            text, _ = text_and_thoughts(content, here)
-            calls, content = read_json_text(text, f"the {CALL_AS_TEXT}", here), ""
-            calls = calls if isinstance(calls, list) else [calls]
-        if calls and role != "assistant":
-            raise InvalidConversation(here, BAD_CALL, f"a {role} turn calls tools, which only the assistant does")
-        if calls is not None and not isinstance(calls, list):
-            raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
-        text_or_parts = "" if content is None and (calls or role == "tool") else content
-        text, thoughts = text_and_thoughts(text_or_parts, here)
-        reasoning = [
-            text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None
-        ]
-        reasoning = list(dict.fromkeys(each for each in (*reasoning, thoughts) if each.strip()))
-        if len(reasoning) > 1 or (reasoning and role != "assistant"):
-            what = "two fields hold different thoughts" if role == "assistant" else f"a {role} turn has thoughts"
-            raise InvalidConversation(here, "malformed thoughts", what)
-        if not text.strip() and not calls and role != "tool":  # a tool may well have nothing to say
-            raise EmptyTurn(here, f"empty {role} turn", f"the {name} turn is empty")
-        keys = ("name", "tool_call_id") if role == "tool" else ()
-        of_tool = {key: value for key in keys if isinstance(value := message.get(key), str)}
-        known = {*TURN_KEYS, *keys}
-        for key in islice(message, MOST_KEYS_COUNTED):
-            is_counted = len(self._unread_of_turns) < MOST_KEYS_COUNTED
-            if is_counted and key not in known and not is_nothing(message[key]):
-                self._unread_of_turns[f"turns.{str(key)[:LONGEST_NAME]}"] = None
-        return Turn(
-            role,
-            text,
-            tuple(checked_call(call, here) for call in calls or ()),
-            **of_tool,
-            reasoning_content="".join(reasoning),
-            weight=self._weight(message, role, here),
-        )
-
-    def _parts(self, message: Any, here: str) -> tuple[str, Any, Any]:
-        """Return the name of a turn's role, its content and its calls, whichever keys they have."""
-        if not isinstance(message, dict):
-            message = {}
-        calls = message.get("tool_calls")
-        roles = [key for key in ROLE_KEYS if message.get(key) is not None]
-        texts = [key for key in TEXT_KEYS if message.get(key) is not None] or [
-            key for key in TEXT_KEYS if key in message
-        ]
-        if not roles or (not texts and not calls):
-            pairs = " or ".join(f"`{role}` and `{text}`" for role, text in zip(ROLE_KEYS, TEXT_KEYS, strict=True))
-            what = f"a turn must be an object with {pairs}; this one has {listed(message)}"
-            raise InvalidConversation(here, "malformed turn", what)
-        for key in (*MEDIA, "refusal", "function_call"):
-            if not is_nothing(message.get(key)):
-                what = f"the turn has `{key}`, and only the text of `content` and `tool_calls` can be read"
-                raise InvalidConversation(here, "turn is not text", what)
-        name = message[roles[0]]
-        if not isinstance(name, str) or name not in ROLES:
-            shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
-            raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(ROLES)}")
-        contents = [message[key] for key in texts]
-        others = [message[key] for key in roles[1:]]
-        same_role = all(isinstance(other, str) and ROLES.get(other) == ROLES[name] for other in others)
-        if not same_role or any(other != contents[0] for other in contents):
-            what = f"{listed([*roles, *texts])} of a turn contradict each other: remove the wrong ones"
-            raise InvalidConversation(here, "malformed turn", what)
-        return name, contents[0] if contents else None, calls
-
-    def _weight(self, message: dict[str, Any], role: Role, here: str) -> int:
-        """Return the weight of a turn by any of `LOSS_KEYS`: 0, or 1, which is the default."""
-        if not self._keeps_answers:
-            return 1
-        if not is_nothing(message.get("train_detail")):
-            what = "`train_detail` says which parts of a turn are learned, and turns are learned whole or not at all"
-            raise InvalidConversation(here, "parts of a turn are learned", what)
-        weights = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
-        for key, value in weights.items():
-            if not isinstance(value, bool | int | float) or value not in (0, 1):
-                shown = json.dumps(value, default=str)[:LONGEST_NAME]
-                what = f"`{key}` of a turn must be 0 or 1, true or false, not {shown}"
-                raise InvalidConversation(here, "weight other than 0 or 1", what)
-            if value and role != "assistant":
-                what = f"`{key}` asks to learn a {role} turn, and a drafter learns the assistant's alone: remove it"
-                raise InvalidConversation(here, f"learns a {role} turn", what)
-        if len({int(value) for value in weights.values()}) > 1:
-            what = f"{listed(weights)} of a turn contradict each other: remove the wrong ones"
-            raise InvalidConversation(here, "malformed turn", what)
-        return min((int(value) for value in weights.values()), default=1) if role == "assistant" else 1
 
     # ---- prompts in columns ----
 
@@ -428,3 +324,69 @@ class _Reader:
             f"there is no column `{named}`, which data.conversations.columns.{key} names, only {listed(self._record)}"
         )
         return self._invalid(f"no {key} column", what)
+
+
+def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
+    """Return the turns with the results of calls in the order of the calls, where every result names its call.
+
+    A template that writes no ids leaves only the place to tell which call a result belongs to.
+    """
+    ordered = list(turns)
+    for index, turn in enumerate(turns):
+        place_of = {call["id"]: place for place, call in reversed(list(enumerate(turn.tool_calls))) if "id" in call}
+        end = index + 1
+        while end < len(turns) and turns[end].role == "tool":
+            end += 1
+        results = turns[index + 1 : end]
+        if not place_of or not all(result.tool_call_id for result in results):
+            continue
+        for number, result in enumerate(results, start=index + 2):
+            if result.tool_call_id not in place_of:
+                name = result.tool_call_id[:LONGEST_NAME]
+                what = f"the result's tool_call_id {json.dumps(name)} is none of the calls before it"
+                raise InvalidConversation(f"{where}, turn {number}", "result of another call", what)
+        ordered[index + 1 : end] = sorted(results, key=lambda result: place_of[result.tool_call_id])
+    return tuple(ordered)
+
+
+def usable_turns(turns: tuple[Turn, ...], where: str) -> tuple[tuple[Turn, ...], list[str]]:
+    """Return the turns of a conversation in order, and how it was repaired.
+
+    Raises:
+        NoQuestion: No question is left.
+        InvalidConversation: The conversation is too long, or its calls and results are out of order.
+    """
+    characters = sum(
+        len(turn.content) + len(turn.reasoning_content) + sum(map(len, map(str, turn.tool_calls))) for turn in turns
+    )
+    if len(turns) > MOST_TURNS or characters > MOST_CHARACTERS:
+        raise InvalidConversation(
+            where,
+            "longer than any model reads",
+            f"the conversation has {len(turns):,} turns and {characters:,} characters, more than any model reads "
+            f"(at most {MOST_TURNS:,} turns and {MOST_CHARACTERS:,} characters)",
+        )
+    first = next((place for place, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    question = next((place for place in range(first, len(turns)) if turns[place].role != "assistant"), len(turns))
+    repairs = ["leading assistant turns dropped"] * (question > first)
+    usable = list(turns[: min(first, 1)])
+    before: Role | None = None
+    for number, turn in enumerate(turns[question:], start=question + 1):
+        here = f"{where}, turn {number}"
+        if turn.role == "tool" and before not in ("assistant", "tool"):
+            sentence = "a tool's result must come after the assistant's call"
+            raise InvalidConversation(here, "result without a call", sentence)
+        if turn.role == "user" and (before == "tool" or (before == "assistant" and usable[-1].tool_calls)):
+            sentence = "after a call its result must come, and after a result the assistant's turn"
+            raise InvalidConversation(here, "a tool's exchange without an answer", sentence)
+        if turn.role == "system":
+            repairs.append("ended before a later system turn")
+            break
+        if turn.role == before and turn.role != "tool":
+            repairs.append(f"ended before a second {turn.role} turn in a row")
+            break
+        usable.append(turn)
+        before = turn.role
+    if not any(turn.role == "user" for turn in usable):
+        raise NoQuestion(where, "no question", "the conversation has no question")
+    return tuple(usable), repairs

@@ -22,6 +22,7 @@ from support.tiny_runs import recipe_file, untrained_run
 
 from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
@@ -30,6 +31,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.serve import protection
 from draftsmith.serve.api import application
 from draftsmith.serve.protection import LARGEST_BODY_BYTES, Guard
+from draftsmith.serve.requests import ChatRequest
 from draftsmith.serve.server import listening
 from draftsmith.serve.worker import (
     CompletedAnswer,
@@ -190,9 +192,11 @@ INVALID: list[tuple[Any, str]] = [
     (b"[]", "body"),
     (b"\xff\xfe", ""),
     ({"messages": []}, "messages"),
-    (said("x", "tool"), "messages.0.role"),
-    (said([{"type": "image_url"}]), "messages.0.content: a part of type image"),
-    (said(None), "messages.0.content"),
+    (said("x", "tool"), "the last one has role tool"),
+    (said("x", "alien"), 'messages, turn 1: unknown role "alien"'),
+    (said([{"type": "image_url"}]), 'messages, turn 1: a part of the turn must be text, not "image_url"'),
+    (said(None), "messages, turn 1: the turn must be text, not null"),
+    ({"messages": [ASKED["messages"][0] | {"cache": True}]}, "messages, turn 1: `cache` is not supported here"),
     (said("x", tools=[{"type": "function"}]), "tools: not supported here"),
     (said("x", tool_choice="required"), "tool_choice: not supported here"),
     (said("x", response_format={"type": "json_object"}), "response_format: not supported here"),
@@ -208,6 +212,16 @@ INVALID: list[tuple[Any, str]] = [
     (said("x", stop=""), "stop"),
     (said("word " * 3000), "the prompt has"),
 ]
+
+
+def test_messages_are_read_as_those_of_records() -> None:
+    """So what is served has the prompt that was trained on."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    thinking = {"role": "assistant", "content": None, "reasoning": "hm"}
+    messages = [{"role": "developer", "content": ""}, {"role": "user", "content": parts, "name": "A"}, thinking]
+    turns = (Turn("system", ""), Turn("user", "one\ntwo", name="A"), Turn("assistant", "", reasoning_content="hm"))
+    assert ChatRequest.model_validate({"messages": messages}).turns == turns
+    assert parse_conversation({"messages": messages[1:2]}, "").turns == turns[1:2]
 
 
 @pytest.mark.parametrize(("body", "message"), INVALID, ids=range(len(INVALID)))

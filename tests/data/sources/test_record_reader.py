@@ -8,8 +8,7 @@ import pytest
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import InvalidConversation
-from draftsmith.data.sources.record_reader import parse_conversation
-from draftsmith.data.sources.turn_checks import NoQuestion
+from draftsmith.data.sources.record_reader import NoQuestion, parse_conversation
 from draftsmith.recipes.conversations import ColumnsRecipe
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -241,7 +240,7 @@ INVALID = [
         "turn 4: after a call its",
     ),
     (sharegpt(("human", None), ("gpt", "b")), NOT_TEXT, "turn 1: the turn must be text, not null"),
-    (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "the turn must be text, not a list"),
+    (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "turn 1: a part of the turn must be text, not"),
     (sharegpt(("human", "a"), ("function_call", "{}")), BAD_CALL, "turn 2: a tool call must be an"),
     (sharegpt(("human", "a"), ("function_call", "f()")), BAD_CALL, "the function_call must be JSON"),
     (one_turn(role="user", content="a", tool_calls=[{}]), BAD_CALL, "a user turn calls tools"),
@@ -258,11 +257,15 @@ INVALID = [
     ({"prompt": "q", "chat_template_kwargs": {"a": 1}}, "sets variables of the template", "set target."),
     ({"prompt": "q", "completion": "a", "label": False}, "answer marked as bad", "`label` is false"),
     ({"instruction": "q", "output": "a", "kto_tag": False}, "answer marked as bad", "`kto_tag` is false"),
-    (messages(weight=0.5), "weight other than 0 or 1", "turn 2: `weight` of a turn must be 0"),
-    (messages(train="no"), "weight other than 0 or 1", 'true or false, not "no"'),
-    (messages(train=True, weight=0), "malformed turn", "`weight`, `train` of a turn contradict each other"),
+    (messages(weight=0.5), "malformed weight", "turn 2: `weight` of the assistant's turn must be 0 or 1"),
+    (messages(train="no"), "malformed weight", "`train` of the assistant's turn must be 0 or 1"),
+    (messages(train=True, weight=0), "malformed weight", "`weight`, `train` of the assistant's turn must be"),
     (messages(train_detail=[{"begin_offset": 0}]), "parts of a turn are learned", "`train_detail` says which"),
-    ({"messages": [ASKED | {"train": True}, ANSWERED]}, "learns a user turn", "turn 1: `train` asks to"),
+    (
+        {"messages": [ASKED | {"train": True}, ANSWERED]},
+        "malformed weight",
+        "turn 1: `train` of the user's turn must be 0,",
+    ),
     (messages(thinking="x", reasoning="y"), "malformed thoughts", "two fields hold different thoughts"),
     ({"messages": [ASKED | {"thinking": "x"}]}, "malformed thoughts", "a user turn has thoughts"),
     # Prompts in columns.
@@ -277,7 +280,7 @@ INVALID = [
     ({"x" * 10**6: 1}, NO_KEY, "this one has `xxx"),
     (sharegpt((nested(900), "a")), "unknown role", "turn 1: unknown role a list, known ones are human,"),
     (sharegpt(("x" * 10**6, "a")), "unknown role", 'xxx", known ones are human,'),
-    (sharegpt(("human", [{"type": "text", "text": nested(900)}])), NOT_TEXT, "must be text, not a list"),
+    (sharegpt(("human", [{"type": "text", "text": nested(900)}])), NOT_TEXT, "turn must be text, not"),
     (sharegpt(*[("human", "a"), ("gpt", "b")] * 5001), TOO_LONG, "has 10,002 turns and 10,002"),
     (sharegpt(("human", "a" * 8_000_001)), TOO_LONG, "has 1 turns and 8,000,001 characters"),
 ]
