@@ -72,12 +72,7 @@ class MixedSourceRecipe(SourceRecipe):
 class FiltersRecipe(Section):
     """Filters of valid conversations; the dropped ones are counted. Default: none."""
 
-    min_turns: int = Field(1, ge=1, description="fewest user turns of a conversation")
     max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
-    min_turn_chars: int = Field(1, ge=1, description="fewest characters of each user and assistant turn")
-    max_turn_chars: int | None = Field(
-        None, ge=1, description="most characters of each user and assistant turn; by default any number"
-    )
     max_tokens: int | None = Field(
         None,
         ge=1,

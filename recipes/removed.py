@@ -22,6 +22,9 @@ _SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 REMOVED: dict[str, Removed] = {
     "data.conversations.columns.input": Removed("name it after the first column, as `prompt: [instruction, input]`"),
     "data.conversations.filters.languages": Removed("filter the file before", unset=([],)),
+    "data.conversations.filters.min_turns": Removed("filter the file before", unset=(1,)),
+    "data.conversations.filters.min_turn_chars": Removed("filter the file before", unset=(1,)),
+    "data.conversations.filters.max_turn_chars": Removed("filter the file before"),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
     ),

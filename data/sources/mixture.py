@@ -22,7 +22,7 @@ from draftsmith.data.sources.questions import Contamination
 from draftsmith.data.sources.record_reader import NoQuestion, parse_conversation
 from draftsmith.data.sources.turns import MOST_NAMES, listed
 from draftsmith.errors import UserError
-from draftsmith.recipes.conversations import FiltersRecipe, MixedSourceRecipe
+from draftsmith.recipes.conversations import MixedSourceRecipe
 from draftsmith.recipes.schema import Recipe
 
 KEY_BYTES = 16
@@ -150,39 +150,6 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
         yield item
 
 
-class Filters:
-    """The filters of `data.conversations.filters`.
-
-    Args:
-        recipe: The recipe's filters.
-        tokenizer: The target's; without it `max_tokens` is not applied.
-    """
-
-    def __init__(self, recipe: FiltersRecipe, tokenizer: Any) -> None:
-        self._recipe, self._tokenizer = recipe, tokenizer
-
-    def find(self, conversation: Conversation) -> str | None:
-        """Return the first reason to leave the conversation out, if there is any."""
-        recipe, turns = self._recipe, conversation.turns
-        user_turns = sum(turn.role == "user" for turn in turns)
-        # Answers that are not generated yet have no length, and a tool's result may be a single word.
-        chars = [len(turn.content) for turn in turns if turn.role in ("user", "assistant") and turn.content]
-        if user_turns < recipe.min_turns:
-            return f"fewer than {recipe.min_turns} user turns"
-        if recipe.max_turns is not None and user_turns > recipe.max_turns:
-            return f"more than {recipe.max_turns} user turns"
-        if min(chars) < recipe.min_turn_chars:
-            return f"a turn of fewer than {recipe.min_turn_chars} characters"
-        if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
-            return f"a turn of more than {recipe.max_turn_chars} characters"
-        if recipe.max_tokens is not None and self._tokenizer is not None:
-            texts = [text for turn in turns for text in (turn.content, turn.reasoning_content)]
-            ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            if sum(map(len, ids)) > recipe.max_tokens:
-                return f"more than {recipe.max_tokens} tokens"
-        return None
-
-
 class _Selection:
     """State shared by all sources: the prompts seen so far, the evaluation questions to avoid, and the filters."""
 
@@ -192,7 +159,7 @@ class _Selection:
         self._keeps_answers = recipe.data.distill.engine == "none"
         self._seen: set[bytes] = set()
         self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
-        self._filters = Filters(conversations.filters, tokenizer)
+        self._tokenizer = tokenizer
 
     def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
         """Yield the conversations of one source that pass the filters, at most as many as its own limit."""
@@ -253,10 +220,22 @@ class _Selection:
             tally.contaminated[match.reason] += 1
             self._counts.contaminated_ids[conversation.id] = match.question
             return True
-        if reason := self._filters.find(conversation):
+        if reason := self._filter_reason(conversation):
             tally.filtered[reason] += 1
             return True
         return False
+
+    def _filter_reason(self, conversation: Conversation) -> str | None:
+        """Return the first reason of the recipe's filters to leave a conversation out, if there is any."""
+        filters, turns = self._recipe.data.conversations.filters, conversation.turns
+        if filters.max_turns is not None and sum(turn.role == "user" for turn in turns) > filters.max_turns:
+            return f"more than {filters.max_turns} user turns"
+        if filters.max_tokens is not None and self._tokenizer is not None:
+            texts = [text for turn in turns for text in (turn.content, turn.reasoning_content)]
+            ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            if sum(map(len, ids)) > filters.max_tokens:
+                return f"more than {filters.max_tokens} tokens"
+        return None
 
 
 def _check_answers(conversation: Conversation, where: str) -> None:

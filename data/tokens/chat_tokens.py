@@ -1,5 +1,6 @@
 """Token ids of prompts, and the tokens that end an answer."""
 
+import re
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
     from transformers import GenerationConfig
 
 AROUND_CHARACTERS = 24  # on either side of a border, which decide whether a token extends across it
+LOOK_AHEAD_CHARACTERS = 4096  # in search of a space, where a text may be cut without changing the tokens before
+SPACE = re.compile(r"(?<=\S)\s")
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools: Tools = ()) -> list[int]:
@@ -57,17 +60,22 @@ def longest_token_characters(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def continued_token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[int]] | None = None) -> list[list[int]]:
     """Tokenise texts of which most continue the one before them, each as if it were alone, but reading no text twice.
 
     Where a text continues the one before, only what it adds is tokenised, if no token extends across the border: then
     the few characters around the border have the same tokens together as apart.
+
+    Args:
+        known: Ids of texts that are not tokenised again; by default none.
     """
+    known = known or {}
     added = [text[len(before) :] if text.startswith(before) else text for before, text in pairwise(["", *texts])]
+    added = ["" if text in known else more for text, more in zip(texts, added, strict=True)]
     borders = [
         (before[-AROUND_CHARACTERS:], more[:AROUND_CHARACTERS])
         for before, text, more in zip(["", *texts], texts, added, strict=False)
-        if before and more is not text and more
+        if before and more and len(more) < len(text)
     ]
     sides = dict.fromkeys(side for left, right in borders for side in (left, right, left + right))
     ids = batch_token_ids(tokenizer, [*added, *sides])
@@ -76,13 +84,56 @@ def continued_token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     found: list[list[int]] = []
     for index, (text, more) in enumerate(zip(texts, added, strict=True)):
         before = texts[index - 1] if index else ""
-        if not before or not text.startswith(before):
+        if text in known:
+            found.append(known[text])
+        elif not before or not text.startswith(before):
             found.append(ids[index])
         elif not more or is_clean[before[-AROUND_CHARACTERS:], more[:AROUND_CHARACTERS]]:
             found.append(found[-1] + ids[index])
         else:
             found.append(token_ids(tokenizer, text))
     return found
+
+
+def limited_token_ids(tokenizer: Any, texts: list[str], most_tokens: int) -> list[list[int]]:
+    """Tokenise texts of which most continue the one before them, each as far as a row needs it.
+
+    The texts that continue each other are read piece by piece, of all at once, until they have enough tokens.
+
+    Args:
+        most_tokens: Length of a row.
+
+    Returns:
+        The ids of each text. Where it has more than `most_tokens`, they may be those of a beginning that has more, too.
+    """
+    runs: list[list[str]] = []  # in each, a text continues the one before
+    run_of = []
+    for text in texts:
+        if not runs or not text.startswith(runs[-1][-1]):
+            runs.append([])
+        before = len(runs[-1][-1]) if runs[-1] else 0
+        ends = range(before // most_tokens * most_tokens, len(text), most_tokens)[1:]
+        pieces = (beginning(text, end) for end in ends)
+        runs[-1] += [piece for piece in pieces if text[len(piece) : len(piece) + 1].isspace()]
+        runs[-1].append(text)
+        run_of.append(len(runs) - 1)
+    known: dict[str, list[int]] = {}
+    last: dict[int, str] = dict.fromkeys(range(len(runs)), "")  # of each run, the last text that was read
+    waiting, length = list(last), most_tokens
+    while waiting:
+        added = {n: [last[n], *(text for text in runs[n] if len(last[n]) < len(text) <= length)] for n in waiting}
+        read = [text for n in waiting for text in added[n]]
+        known.update(zip(read, continued_token_ids(tokenizer, read, known), strict=True))
+        last.update((n, added[n][-1]) for n in waiting)
+        waiting = [n for n in waiting if len(last[n]) < len(runs[n][-1]) and len(known[last[n]]) <= most_tokens]
+        length += most_tokens
+    return [known.get(text, known[last[n]]) for text, n in zip(texts, run_of, strict=True)]
+
+
+def beginning(text: str, length: int) -> str:
+    """Return the first characters of a text up to a space, where they have the same tokens as within the whole text."""
+    space = SPACE.search(text, length, length + LOOK_AHEAD_CHARACTERS)
+    return text[: space.start() if space else length + LOOK_AHEAD_CHARACTERS]
 
 
 def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> list[int]:

@@ -10,7 +10,6 @@ a prompt it is rendered, as it was for the target. The text of an answer without
 template writes after the answer's prompt: in the next prompt if all of it is there, else where it is the last turn.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.bounded import bounded
-from draftsmith.data.tokens.chat_tokens import continued_token_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import beginning, limited_token_ids, token_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.templates import (
     TemplateProblem,
@@ -31,9 +30,8 @@ from draftsmith.data.tokens.templates import (
 from draftsmith.errors import UserError
 
 CHARACTERS_PER_TOKEN = 6  # of text that is tokenised at first; if that is too short for a row, twice as many
+WATCHED_TOGETHER = 8  # conversations
 MOST_ANSWERS = 1024  # of a conversation: each renders the turns before it
-LOOK_AHEAD_CHARACTERS = 4096  # in search of a space, where a text may be cut without changing the tokens before
-SPACE = re.compile(r"(?<=\S)\s")
 
 TooLong = Literal["cut", "drop"]
 
@@ -104,13 +102,15 @@ def tokenize_batch(
     done: dict[int, tuple[list[Exchange], _Written]] = {}
     waiting, reach = list(range(len(conversations))), CHARACTERS_PER_TOKEN * max_length_tokens
     while waiting:
-        written = [_write(tokenizer, conversations[index], reach) for index in waiting]
+        # One thread watches several templates: starting it takes longer than rendering a conversation.
+        groups = [waiting[start : start + WATCHED_TOGETHER] for start in range(0, len(waiting), WATCHED_TOGETHER)]
+        written = [each for group in groups for each in _write(tokenizer, [conversations[n] for n in group], reach)]
         answers = [answer for each in written for answer in each.answers]
         texts = [text for answer in answers for text in (answer.prompt, answer.prompt + answer.text)]
-        ids = iter(continued_token_ids(tokenizer, texts))
+        ids = iter(limited_token_ids(tokenizer, texts, max_length_tokens))
         too_short = []
         for index, each in zip(waiting, written, strict=True):
-            exchanges = []
+            exchanges, both_ids = [], list[int]()
             for answer in each.answers:
                 prompt_ids, both_ids = next(ids), next(ids)
                 answer_ids = both_ids[len(prompt_ids) :]
@@ -151,26 +151,22 @@ class _Written(NamedTuple):
     is_cut: bool = False
 
 
-def _write(tokenizer: Any, conversation: Conversation, reach_characters: int) -> _Written:
-    """Render what is not known by ids, up to a number of characters.
+def _write(tokenizer: Any, conversations: list[Conversation], reach_characters: int) -> list[_Written]:
+    """Render what is not known by ids, up to a number of characters of each conversation.
 
     Raises:
         UserError: As `tokenize_rows`.
     """
+    return bounded(lambda: [_render_answers(tokenizer, each, reach_characters) for each in conversations])
+
+
+def _render_answers(tokenizer: Any, conversation: Conversation, reach_characters: int) -> _Written:
     known = known_ids(conversation)
     if all(None not in ids for ids in known.values()):
         weights = (conversation.turns[place].weight for place in known)
-        answers = [_Answer("", "", *ids, weight) for ids, weight in zip(known.values(), weights, strict=True)]
-        return _Written(answers, Counter())
-    return bounded(lambda: _render_answers(tokenizer, conversation, known, reach_characters))
-
-
-def _render_answers(
-    tokenizer: Any,
-    conversation: Conversation,
-    known: dict[int, tuple[list[int] | None, list[int] | None]],
-    reach_characters: int,
-) -> _Written:
+        return _Written(
+            [_Answer("", "", *ids, each) for ids, each in zip(known.values(), weights, strict=True)], Counter()
+        )
     turns, tools, form = conversation.turns, conversation.tools, answer_form(tokenizer, conversation.tools)
     answers: list[_Answer] = []
     lost: Counter[str] = Counter()
@@ -206,20 +202,13 @@ def _render_answers(
                 prompt, text = prompt + of_prompt, text.removeprefix(of_prompt)
         is_cut = len(prompt) + len(text) > reach_characters
         if is_cut:
-            both = _beginning(prompt + text, reach_characters)
+            both = beginning(prompt + text, reach_characters)
             prompt, text = both[: len(prompt)], both[len(prompt) :]
         answers.append(_Answer(prompt, text, prompt_ids, answer_ids, turn.weight))
         if is_cut or number == MOST_ANSWERS:
             lost["answers_out"] += sum(turns[later].weight for later in places[number:])
             return _Written(answers, lost, problem, is_cut)
     return _Written(answers, lost, problem)
-
-
-def _beginning(text: str, reach_characters: int) -> str:
-    """Return the text up to a space, where it has the same tokens as within the whole text."""
-    furthest = reach_characters + LOOK_AHEAD_CHARACTERS
-    space = SPACE.search(text, reach_characters, furthest)
-    return text[: space.start() if space else furthest]
 
 
 def known_ids(conversation: Conversation) -> dict[int, tuple[list[int] | None, list[int] | None]]:
