@@ -43,7 +43,7 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel, as_causal_lm
@@ -242,8 +242,8 @@ def same_draft_methods(draft: PreTrainedModel | None, gamma: int, workload: Work
     """Build our versions of transformers' methods: the draft model with gamma tokens per round, and prompt lookup."""
     if draft is not None:
         decoder = DraftModelDecoder(draft, gamma, workload.longest_tokens, vocab_size)
-        chain = tree_builder(MethodConfig(name="chain"), decoder)
-        yield Arm(TreeDrafter("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
+        sampling = build_tree_drafter(MethodConfig(name="speculative sampling"), decoder, GREEDY)
+        yield Arm(sampling, GREEDY, torch.Generator())
     lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
     yield Arm(lookup, GREEDY, torch.Generator())
 

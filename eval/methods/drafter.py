@@ -1,7 +1,7 @@
 """Draft trees from the logits of a drafter, trained or fitted.
 
-`...Builder` is for drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa): one
-forward gives all depths. `...Grower` is for the others (EAGLE, Hydra, Markov heads): one call per level. The trees, by
+For drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa) one forward gives
+all depths: `draft`. Trees of the others (EAGLE, Hydra, Markov heads) `grow`, by one call per level. The trees, by
 temperature:
 
     tree        T = 0                      T > 0
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,14 +54,13 @@ def build_tree_drafter(
         UserError: The static paths are no tree.
     """
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    return TreeDrafter(recipe.name, decoder, tree_builder(recipe, decoder), sampling, generator, lookup_nodes)
+    return TreeDrafter(recipe.name, decoder, tree_builder(recipe), sampling, generator, lookup_nodes)
 
 
 class TreeDrafter(Method):
     """Method that drafts trees with a drafter; see the module's docstring.
 
     Args:
-        builder: Builder of the trees, for a decoder of this kind (see `tree_builder`).
         sampling: The target's sampling, applied to q too.
         lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
     """
@@ -80,7 +79,8 @@ class TreeDrafter(Method):
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
         self._lookup = PathLookup(sampling.temperature) if lookup_nodes else None
         self._lookup_nodes = lookup_nodes
-        self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
+        self.decoder, self._sampling, self._generator = decoder, sampling, generator
+        self._build: Callable[..., DraftTree] = builder.grow if isinstance(decoder, StepwiseDecoder) else builder.draft
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
@@ -88,7 +88,7 @@ class TreeDrafter(Method):
         self.decoder.start(to_device(prompt_ids, features.device), features)
 
     def propose(self) -> DraftTree:
-        tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
+        tree = self._build(self._newest, self.decoder, self._sampling, self._generator)
         if self._lookup is not None:
             tree = with_lookups(tree, self._lookup, self._lookup_nodes)
         return tree
@@ -100,51 +100,32 @@ class TreeDrafter(Method):
         self.decoder.observe(to_device(committed_ids, features.device), features)
 
 
-# ---- how a tree is made ----
+# ---- how a tree is made: from one forward (`draft`), or level by level (`grow`) ----
 
 
-class TreeBuilder(Protocol):
-    """Builder of one round's draft: a tree under the newest committed token."""
-
-    def propose(
-        self, root_token: int, decoder: Any, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
-        """Draft a tree with a decoder of the kind that the builder supports."""
-
-
-def tree_builder(method: MethodConfig, decoder: SequenceDecoder) -> TreeBuilder:
-    """Return the builder for the tree of a recipe's method and a decoder of this kind.
+def tree_builder(method: MethodConfig) -> TreeBuilder:
+    """Return the builder for the tree of a recipe's method.
 
     Raises:
         UserError: The static paths are no tree.
     """
-    stepwise = isinstance(decoder, StepwiseDecoder)
     if method.paths is not None:
-        return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
+        return Static(method.paths)
     if method.tree == "best_first":
-        if not stepwise:
-            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
-        # If a level costs no forward, all of its nodes are expanded.
-        beam = method.nodes if isinstance(decoder, PathDecoder) else method.branch
-        return BestFirstGrower(method.nodes, method.branch, method.max_depth, beam)
-    return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
-
-
-# ---- chains ----
+        return BestFirst(method.nodes, method.branch, method.max_depth)
+    return Chain(method.max_depth)
 
 
 @dataclass(frozen=True)
-class ChainBuilder:
-    """Builder of chains, with one token per depth, from one forward."""
+class Chain:
+    """Builder of chains, with one token per depth."""
 
     max_depth: int | None = None
 
-    def propose(
+    def draft(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv, columns = decoder.draft(), decoder.columns
-        if self.max_depth is not None:
-            logits_gv = logits_gv[: self.max_depth]
+        logits_gv, columns = decoder.draft()[: self.max_depth], decoder.columns
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
             return DraftTree.of_drafted(root_token, columns.device_tokens(largest(logits_gv)), shape)
@@ -152,18 +133,11 @@ class ChainBuilder:
         drafted, q = columns.device_tokens(drawn(q_gv, generator)), columns.widened(q_gv, 0.0)
         return DraftTree.of_drafted(root_token, drafted, shape, _q_of_children(q, shape))
 
-
-@dataclass(frozen=True)
-class ChainGrower:
-    """Builder of chains, with one forward per token, which reads the token before."""
-
-    max_depth: int | None = None
-
-    def propose(
+    def grow(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
+        """One forward per token, which reads the token before."""
         num_depths, columns = min(decoder.num_depths, self.max_depth or decoder.num_depths), decoder.columns
-        shape = TreeShape.chain(num_depths)
         logits = decoder.begin()
         q_rows: list[Tensor] = []
         drafted: list[Tensor] = []  # one token for every depth
@@ -176,17 +150,11 @@ class ChainGrower:
             drafted.append(columns.device_tokens(chosen))
         # The leaf's row is not read.
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
-        return DraftTree.of_drafted(root_token, torch.cat(drafted), shape, q)
+        return DraftTree.of_drafted(root_token, torch.cat(drafted), TreeShape.chain(num_depths), q)
 
 
-# ---- trees of a fixed shape ----
-
-
-class StaticTree:
-    """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree of N nodes, level by level.
-
-    ranks: [N] rank of each node among its parent's most likely tokens. siblings: [N] its index among its parent's
-    children.
+class Static:
+    """Builder of a tree of N nodes from Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3).
 
     Raises:
         UserError: A path is empty, repeated or negative, or its parent path is missing.
@@ -203,66 +171,42 @@ class StaticTree:
                 raise UserError(f"static path {list(path)} needs the path {list(path[:-1])} too: add it to `paths`")
             parents.append(known[path[:-1]])
             known[path] = len(known)
-        self.shape = TreeShape.of(tuple(parents))
-        self.ranks = [0, *(path[-1] for path in ordered)]
-        children = self.shape.children
-        self.siblings = [0, *(children[parent].index(node) for node, parent in enumerate(parents[1:], start=1))]
+        self._shape = TreeShape.of(tuple(parents))
+        self._ranks = [0, *(path[-1] for path in ordered)]  # [N], among the parent's most likely tokens
+        # The nodes with children, by depth.
+        self._levels: list[list[int]] = [[] for _ in range(self._shape.max_depth)]
+        for node, children in enumerate(self._shape.children):
+            if children:
+                self._levels[self._shape.depths[node]].append(node)
 
-    def check(self, num_depths: int, vocabulary: int) -> None:
-        """Check that the drafter has enough depths and tokens, V', for the tree.
-
-        Raises:
-            UserError: The tree is too deep or too wide for the drafter.
-        """
-        depth, width = self.shape.max_depth, max(self.ranks) + 1
-        if depth > num_depths or width > vocabulary:
-            raise UserError(
-                f"the static tree is {depth} deep and {width} wide, but the drafter drafts {num_depths} tokens "
-                f"of a vocabulary of {vocabulary}: shorten `paths`, or train a drafter of more depths"
-            )
-
-
-class StaticBuilder(StaticTree):
-    """Builder of trees of a fixed shape, from one forward."""
-
-    def propose(
+    def draft(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv, columns, shape = decoder.draft(), decoder.columns, self.shape
-        self.check(*logits_gv.shape)
+        logits_gv, columns, shape = decoder.draft(), decoder.columns, self._shape
+        self._check(*logits_gv.shape)
         logits_gv = logits_gv[: shape.max_depth]
         if sampling.greedy:
-            width, nodes = max(self.ranks) + 1, zip(shape.depths[1:], self.ranks[1:], strict=True)
+            width, nodes = max(self._ranks) + 1, zip(shape.depths[1:], self._ranks[1:], strict=True)
             drafted = _chosen(logits_gv, width, [(depth - 1) * width + rank for depth, rank in nodes])
             return DraftTree.of_drafted(root_token, columns.device_tokens(drafted), shape)
         # All parents at a depth may share the draws: what happens at one of them never depends on the draws of another
         # depth.
         q_gv = sampling.probabilities(logits_gv)
-        candidates = draw_without_replacement(q_gv, max(self.siblings) + 1, generator, columns)
-        nodes = zip(shape.depths[1:], self.siblings[1:], strict=True)
-        tokens = [root_token, *(candidates[depth - 1][sibling] for depth, sibling in nodes)]
+        candidates = draw_without_replacement(q_gv, max(map(len, shape.children)), generator, columns)
+        tokens = [root_token] + [-1] * (len(shape) - 1)
+        for parent, children in enumerate(shape.children):
+            for child, token in zip(children, candidates[min(shape.depths[parent], len(candidates) - 1)], strict=False):
+                tokens[child] = token
         return without_blanks(DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape)))
 
-
-class StaticGrower(StaticTree):
-    """Builder of trees of a fixed shape, level by level."""
-
-    def __init__(self, paths: list[list[int]]) -> None:
-        super().__init__(paths)
-        # The nodes with children, by depth.
-        self._levels: list[list[int]] = [[] for _ in range(self.shape.max_depth)]
-        for node, children in enumerate(self.shape.children):
-            if children:
-                self._levels[self.shape.depths[node]].append(node)
-
-    def propose(
+    def grow(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        shape, columns = self.shape, decoder.columns
+        shape, columns = self._shape, decoder.columns
         logits = decoder.begin()
-        self.check(decoder.num_depths, logits.shape[-1])
+        self._check(decoder.num_depths, logits.shape[-1])
         if sampling.greedy:
-            return self._most_likely(root_token, decoder, logits)
+            return self._grow_most_likely(root_token, decoder, logits)
         tokens = [root_token] + [-1] * (len(shape) - 1)
         decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
@@ -286,9 +230,9 @@ class StaticGrower(StaticTree):
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
 
-    def _most_likely(self, root_token: int, decoder: StepwiseDecoder, logits: Tensor) -> DraftTree:
+    def _grow_most_likely(self, root_token: int, decoder: StepwiseDecoder, logits: Tensor) -> DraftTree:
         """Grow the most likely tree without a wait: the ranks of a level's tokens do not depend on the tokens."""
-        shape, ranks = self.shape, self.ranks
+        shape, ranks = self._shape, self._ranks
         drafted: list[Tensor] = []
         decoder_index = {node: number for number, node in enumerate(itertools.chain(*self._levels))}
         for depth, level in enumerate(self._levels):
@@ -303,60 +247,54 @@ class StaticGrower(StaticTree):
             drafted.append(decoder.columns.device_tokens(chosen))
         return DraftTree.of_drafted(root_token, torch.cat(drafted), shape)
 
-
-# ---- the most likely trees ----
-
-
-@dataclass(frozen=True)
-class BestFirstBuilder:
-    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`."""
-
-    nodes: int
-    branch: int
-    max_depth: int | None = None
-
-    def propose(
-        self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
-        logits_gv = decoder.draft()
-        if self.max_depth is not None:
-            logits_gv = logits_gv[: self.max_depth]
-        scaled_gv = logits_gv if sampling.greedy else sampling.scaled(logits_gv)
-        drafted, parents, log_confidence = best_first(scaled_gv, self.branch, self.nodes)
-        tokens = [root_token, *decoder.columns.tokens(drafted)]
-        return DraftTree(tokens, TreeShape.of((-1, *parents)), log_confidence=[0.0, *log_confidence])
+    def _check(self, num_depths: int, vocabulary: int) -> None:
+        depth, width = self._shape.max_depth, max(self._ranks) + 1
+        if depth > num_depths or width > vocabulary:
+            raise UserError(
+                f"the static tree is {depth} deep and {width} wide, but the drafter drafts {num_depths} tokens "
+                f"of a vocabulary of {vocabulary}: shorten `paths`, or train a drafter of more depths"
+            )
 
 
 @dataclass(frozen=True)
-class BestFirstGrower:
-    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
+class BestFirst:
+    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`.
 
-    1. Expansion: at every depth the `beam` most confident new nodes, `branch` in the paper and by default, get their
-       `branch` most likely children. The confidence of a node is the probability of the path to it under q.
+    Level by level it is EAGLE-2's dynamic tree (arXiv 2406.16858, section 4):
+
+    1. Expansion: at every depth the `branch` most confident new nodes get their `branch` most likely children. The
+       confidence of a node is the probability of the path to it under q. If a level costs no forward (`PathDecoder`),
+       all nodes are expanded, which gives the best tree under q.
     2. Reranking: the `nodes` most confident of all candidates stay.
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
     the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it.
 
     Args:
-        beam: Number of nodes of a level to expand. With `nodes` of them the tree is
-            the best under q with at most `branch` children per node: a heap finds the same with a call per
-            node, here it takes one per level.
+        branch: Number of the most likely tokens of a depth, or of children of a node.
     """
 
     nodes: int
     branch: int
     max_depth: int | None = None
-    beam: int | None = None
 
-    def propose(
+    def draft(
+        self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
+    ) -> DraftTree:
+        logits_gv = decoder.draft()[: self.max_depth]
+        scaled_gv = logits_gv if sampling.greedy else sampling.scaled(logits_gv)
+        drafted, parents, log_confidence = best_first(scaled_gv, self.branch, self.nodes)
+        tokens = [root_token, *decoder.columns.tokens(drafted)]
+        return DraftTree(tokens, TreeShape.of((-1, *parents)), log_confidence=[0.0, *log_confidence])
+
+    def grow(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         # Candidates in the order of arrival, the root being 0; cost = -log of the confidence.
         tokens, parents, costs = [root_token], [-1], [0.0]
         decoder_index = {0: 0}  # the decoder's number of a candidate
         best: list[int] = []
-        frontier, beam = [0], self.branch if self.beam is None else self.beam
+        frontier, beam = [0], self.nodes if isinstance(decoder, PathDecoder) else self.branch
         num_depths = min(decoder.num_depths, self.max_depth or decoder.num_depths)
         logits = decoder.begin()
         for depth in range(num_depths):
@@ -385,6 +323,9 @@ class BestFirstGrower:
         nodes = [0, *sorted(best)]
         shape = TreeShape.from_nodes(nodes, parents)
         return DraftTree([tokens[node] for node in nodes], shape, log_confidence=[-costs[node] for node in nodes])
+
+
+TreeBuilder = Chain | Static | BestFirst
 
 
 # ---- tokens of a level, from logits or q over a drafter's columns ----

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
 from draftsmith.models.sampling import Sampling
@@ -127,8 +127,8 @@ def test_scaled_target_trains_and_drafts_like_its_unscaled_twin(kind: str, optio
         losses.append(loss.detach())
         grads.append([p.grad for p in drafter.parameters() if p.grad is not None])
         decoder, sampling = drafter.freeze().decoder(64), Sampling(1.0)
-        generator, recipe = torch.Generator().manual_seed(3), MethodConfig(name="x", kind="drafter")
-        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+        generator = torch.Generator().manual_seed(3)
+        method = build_tree_drafter(MethodConfig(name="x"), decoder, sampling, generator)
         with TargetSession(target, 64, drafter.feature_layers) as session:
             record = generate(session, method, [5, 9, 20, 33], sampling, 12, frozenset(), generator)
         answers.append((record.ids, record.accept_lengths))

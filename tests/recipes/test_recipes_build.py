@@ -54,7 +54,7 @@ def test_recipe_builds(name: str, kind: str | None, tmp_path: Path) -> None:
     drafted = decoder.begin() if stepwise else decoder.draft()
     columns = recipe.drafter.options.get("draft_vocab_size") or vocabulary
     assert drafted.shape == (1 if stepwise else drafter.config.num_depths, columns)
-    trees = [tree_builder(method, decoder) for method in recipe.eval.methods]
+    trees = [tree_builder(method) for method in recipe.eval.methods]
     assert len(trees) == len(recipe.eval.methods) >= 1
 
 

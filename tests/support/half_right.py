@@ -8,17 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import (
-    BestFirstBuilder,
-    BestFirstGrower,
-    ChainBuilder,
-    ChainGrower,
-    StaticBuilder,
-    StaticGrower,
-    TreeBuilder,
-    TreeDrafter,
-    build_tree_drafter,
-)
+from draftsmith.eval.methods.drafter import BestFirst, Chain, Static, TreeBuilder, TreeDrafter, build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.models.sampling import Sampling
@@ -27,18 +17,11 @@ from draftsmith.recipes.schema import MethodConfig
 GREEDY = Sampling()
 DEPTHS = 4
 BUILDERS: dict[str, TreeBuilder] = {
-    "chain": ChainBuilder(),
-    "short chain": ChainBuilder(max_depth=1),
-    "static": StaticBuilder([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
-    "best_first": BestFirstBuilder(nodes=12, branch=4),
-    "wide": BestFirstBuilder(nodes=30, branch=30, max_depth=2),
-}
-GROWERS: dict[str, TreeBuilder] = {
-    "chain": ChainGrower(),
-    "short chain": ChainGrower(max_depth=1),
-    "static": StaticGrower([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
-    "best_first": BestFirstGrower(nodes=12, branch=4),
-    "wide": BestFirstGrower(nodes=30, branch=30, max_depth=2),
+    "chain": Chain(),
+    "short chain": Chain(max_depth=1),
+    "static": Static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+    "best_first": BestFirst(nodes=12, branch=4),
+    "wide": BestFirst(nodes=30, branch=30, max_depth=2),
 }
 # Keys of a recipe's method.
 TREES: dict[str, dict[str, Any]] = {

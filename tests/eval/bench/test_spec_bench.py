@@ -19,7 +19,7 @@ from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
+from draftsmith.eval.methods.drafter import BestFirst, Chain, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.models.sampling import Sampling
 
@@ -66,7 +66,7 @@ def methods() -> list[Arm]:
     for temperature in (0.0, 1.0):
         sampling, generator = Sampling(temperature), torch.Generator()
         methods.append(Arm(Autoregressive(), sampling, torch.Generator()))
-        for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
+        for name, builder in (("chain", Chain()), ("tree", BestFirst(6, 3))):
             methods.append(Arm(TreeDrafter(name, drafter(), builder, sampling, generator), sampling, generator))
     return methods
 
@@ -78,7 +78,7 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
     def watching(name: str, layers: tuple[int, ...]) -> Arm:
         decoder: Any = drafter()
         decoder.start = decoder.observe = lambda _, features: widths[name].add(features.shape[-1])
-        return Arm(TreeDrafter(name, decoder, ChainBuilder(), greedy), greedy, torch.Generator(), layers)
+        return Arm(TreeDrafter(name, decoder, Chain(), greedy), greedy, torch.Generator(), layers)
 
     greedy = Sampling()
     methods = [Arm(Autoregressive(), greedy, torch.Generator()), watching("deep", (0, 1, -1)), watching("plain", (-1,))]

@@ -19,16 +19,7 @@ from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods import drafter as builders_module
-from draftsmith.eval.methods.drafter import (
-    BestFirstBuilder,
-    BestFirstGrower,
-    ChainBuilder,
-    ChainGrower,
-    StaticBuilder,
-    StaticGrower,
-    TreeBuilder,
-    TreeDrafter,
-)
+from draftsmith.eval.methods.drafter import BestFirst, Chain, Static, TreeBuilder, TreeDrafter
 from draftsmith.eval.trees import verify as verify_module
 from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
@@ -133,14 +124,14 @@ def test_end_token_cuts_the_round_and_on_round_gets_every_one(session: TargetSes
 
 SMALL_V, DEPTHS = 3, 2
 BUILDERS: dict[str, TreeBuilder] = {
-    "chain": ChainBuilder(),
-    "static, top-k": StaticBuilder([[0], [1], [0, 0]]),
-    "best_first": BestFirstBuilder(nodes=4, branch=2),
-    "grown chain": ChainGrower(),
-    "grown static": StaticGrower([[0], [1], [0, 0]]),
-    "grown best_first": BestFirstGrower(nodes=4, branch=2),
-    "grown, top-k": StaticGrower([[0], [1], [2], [0, 0], [2, 0]]),
-    "grown, two tokens of three": StaticGrower([[0], [1], [0, 0]]),
+    "chain": Chain(),
+    "static, top-k": Static([[0], [1], [0, 0]]),
+    "best_first": BestFirst(nodes=4, branch=2),
+    "grown chain": Chain(),
+    "grown static": Static([[0], [1], [0, 0]]),
+    "grown best_first": BestFirst(nodes=4, branch=2),
+    "grown, top-k": Static([[0], [1], [2], [0, 0], [2, 0]]),
+    "grown, two tokens of three": Static([[0], [1], [0, 0]]),
 }
 
 
@@ -200,14 +191,14 @@ def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: p
     """Exact for all answers over up to two rounds, or four of deterministic trees."""
     sampling, builder = Sampling(0.8, top_k=2 if "top-k" in name else 0), BUILDERS[name]
     columns = TokenColumns(torch.tensor([0, 2]), SMALL_V) if "two tokens" in name else ALL_TOKENS
-    new_tokens = 5 if isinstance(builder, BestFirstBuilder | BestFirstGrower) else 3
+    new_tokens = 5 if isinstance(builder, BestFirst) else 3
     target = random_table(5, SMALL_V, new_tokens + DEPTHS)
     drafts = {path: 0.6 * target[path] + 0.6 * noise for path, noise in random_table(6, SMALL_V, DEPTHS).items()}
     sizes: set[int] = set()
 
     def answer() -> list[int]:
         decoder: Any = TableDecoder(drafts, DEPTHS, columns)
-        if isinstance(builder, ChainBuilder | StaticBuilder | BestFirstBuilder):
+        if not name.startswith("grown"):
             decoder = DepthsDecoder(torch.stack([drafts[()], drafts[0,]]))
         method = TreeDrafter("noisy", decoder, builder, sampling)
         session: Any = TableSession(target)

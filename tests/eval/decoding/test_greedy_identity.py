@@ -12,7 +12,6 @@ import torch
 from support.half_right import (
     BUILDERS,
     GREEDY,
-    GROWERS,
     TINY,
     HalfRightDecoder,
     HalfRightStepwiseDecoder,
@@ -45,15 +44,15 @@ def tiny(name: str) -> Any:
 def test_greedy_identity_of_all_trees(name: str) -> None:
     """Of drafters that draft in one forward, and level by level; each twice in a session."""
     target = tiny(name)
-    drafting = [(HalfRightDecoder, BUILDERS)]
+    drafting = [HalfRightDecoder]
     if name in ("llama", "gpt2"):
-        drafting.append((HalfRightStepwiseDecoder, GROWERS))
+        drafting.append(HalfRightStepwiseDecoder)
     with TargetSession(target, 4 + NEW_TOKENS) as session:
         for prompt in ([5, 6, 7, 8], [90, 3]):
             wanted = greedy_reference(target, prompt, NEW_TOKENS)
             assert generate(session, Autoregressive(), prompt, GREEDY, NEW_TOKENS).ids == wanted
-            for decoder_of, builders in drafting:
-                for tree, builder in builders.items():
+            for decoder_of in drafting:
+                for tree, builder in BUILDERS.items():
                     method = TreeDrafter(tree, decoder_of(wanted, target.config.vocab_size), builder, GREEDY)
                     out = generate(session, method, prompt, GREEDY, NEW_TOKENS)
                     assert out.ids == wanted, tree
@@ -93,7 +92,7 @@ def test_greedy_identity_of_methods_without_training(name: str, tmp_path: Path) 
         SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
         SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
     ]
-    methods += [TreeDrafter(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
+    methods += [TreeDrafter(f"draft model, {tree}", decoder, BUILDERS[tree], GREEDY) for tree in BUILDERS]
     with TargetSession(target, len(prompt) + NEW_TOKENS) as session:
         for method in (*methods, *methods[: len(FROM_RECIPES)]):
             out = generate(session, method, prompt, GREEDY, NEW_TOKENS)

@@ -12,12 +12,7 @@ from support.table_decoder import (
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.methods.drafter import (
-    BestFirstGrower,
-    ChainGrower,
-    StaticGrower,
-    draw_without_replacement,
-)
+from draftsmith.eval.methods.drafter import BestFirst, Chain, Static, draw_without_replacement
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -49,7 +44,7 @@ def test_best_first_equals_eagle_2_for_a_narrow_beam(seed: int) -> None:
     table = random_table(seed, vocabulary, depths)
     decoder = TableDecoder(table, depths)
     temperature = [0.0, 0.6, 1.7][seed % 3]
-    tree = BestFirstGrower(nodes, branch).propose(0, decoder, Sampling(temperature), None)
+    tree = BestFirst(nodes, branch).grow(0, decoder, Sampling(temperature), None)
     assert tree.q is None
     assert sorted(paths_in(tree)) == sorted(eagle2(table, depths, nodes, branch, temperature or 1.0))
     assert len(decoder.widths) < depths
@@ -66,7 +61,7 @@ def test_best_first_by_hand() -> None:
 
     def paths(nodes: int, branch: int) -> tuple[list[Path], list[int]]:
         decoder = TableDecoder(table, 2)
-        return paths_in(BestFirstGrower(nodes, branch).propose(0, decoder, GREEDY, None)), decoder.widths
+        return paths_in(BestFirst(nodes, branch).grow(0, decoder, GREEDY, None)), decoder.widths
 
     assert paths(3, 2) == ([(0,), (1,), (1, 0)], [2])
     assert paths(5, 2) == ([(0,), (1,), (0, 0), (0, 1), (1, 0)], [2])
@@ -82,7 +77,7 @@ def test_parent_stays_among_equally_likely_nodes() -> None:
     certain = torch.tensor([0.0, -torch.inf, -torch.inf])
     table = dict.fromkeys(list_paths(3, range(1, 3)), certain) | {(): torch.zeros(3)}
     for nodes in range(1, 11):
-        tree = BestFirstGrower(nodes, branch=3).propose(9, TableDecoder(table, 3), GREEDY, None)
+        tree = BestFirst(nodes, branch=3).grow(9, TableDecoder(table, 3), GREEDY, None)
         # The first ones stay, and tokens without probability are never drafted.
         assert tree.depths == (0, 1, 1, 1, 2, 2, 2, 3, 3, 3)[: nodes + 1]
         assert all(path[1:] == (0,) * (len(path) - 1) for path in paths_in(tree))
@@ -97,12 +92,12 @@ def test_greedy_chain_follows_the_argmax_of_its_own_path() -> None:
     path: Path = ()
     for _ in range(4):
         path = (*path, int(table[path].argmax()))
-    assert ChainGrower().propose(9, decoder, GREEDY, None).tokens == [9, *path]
+    assert Chain().grow(9, decoder, GREEDY, None).tokens == [9, *path]
     assert decoder.widths == [1, 1, 1]
-    assert ChainGrower(max_depth=2).propose(9, decoder, GREEDY, None).tokens == [9, *path[:2]]
+    assert Chain(max_depth=2).grow(9, decoder, GREEDY, None).tokens == [9, *path[:2]]
     assert decoder.widths == [1]
-    assert len(ChainGrower(max_depth=7).propose(9, decoder, GREEDY, None)) == 5
-    assert len(BestFirstGrower(99, 2, max_depth=2).propose(9, decoder, GREEDY, None)) == 1 + 2 + 4
+    assert len(Chain(max_depth=7).grow(9, decoder, GREEDY, None)) == 5
+    assert len(BestFirst(99, 2, max_depth=2).grow(9, decoder, GREEDY, None)) == 1 + 2 + 4
 
 
 RANK_PATHS = [[2], [0], [0, 0], [0, 1], [2, 1], [0, 1, 0], [2, 1, 2], [1], [2, 1, 0], [0, 1, 0, 0]]
@@ -112,7 +107,7 @@ def test_static_ranks_are_relative_to_the_parent() -> None:
     """Every level is one call, only for nodes with children."""
     table = random_table(1, 4, 4)
     decoder = TableDecoder(table, 4)
-    tree = StaticGrower(RANK_PATHS).propose(9, decoder, GREEDY, None)
+    tree = Static(RANK_PATHS).grow(9, decoder, GREEDY, None)
     wanted = []
     for ranks in sorted(map(tuple, RANK_PATHS), key=lambda ranks: (len(ranks), ranks)):
         path: Path = ()
@@ -127,9 +122,9 @@ def test_static_ranks_are_relative_to_the_parent() -> None:
 def test_static_tree_larger_than_the_draft() -> None:
     table = random_table(0, 3, 2)
     with pytest.raises(UserError, match="3 deep and 1 wide, but the drafter drafts 2 tokens of a vocabulary of 3"):
-        StaticGrower([[0], [0, 0], [0, 0, 0]]).propose(0, TableDecoder(table, 2), GREEDY, None)
+        Static([[0], [0, 0], [0, 0, 0]]).grow(0, TableDecoder(table, 2), GREEDY, None)
     with pytest.raises(UserError, match="1 deep and 4 wide"):
-        StaticGrower([[3]]).propose(0, TableDecoder(table, 2), Sampling(1.0), None)
+        Static([[3]]).grow(0, TableDecoder(table, 2), Sampling(1.0), None)
 
 
 def test_draws_without_replacement() -> None:

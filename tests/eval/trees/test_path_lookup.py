@@ -87,7 +87,7 @@ def test_tree_has_the_best_paths_of_both_sources(seed: int) -> None:
     lookup = PathLookup()
     lookup.start([chance.randrange(6) for _ in range(12)])
     decoder = DepthsDecoder(logits)
-    tree = tree_builder(recipe, decoder).propose(4, decoder, Sampling(), None)
+    tree = tree_builder(recipe).draft(4, decoder, Sampling(), None)
     both = with_lookups(tree, lookup, nodes)
     assert both.q is None
     assert both.log_confidence is not None

@@ -7,7 +7,7 @@ import torch
 from support.table_decoder import DepthsDecoder, leaf_paths
 
 from draftsmith.errors import UserError
-from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
+from draftsmith.eval.methods.drafter import BestFirst, Chain, Static
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, follow
 from draftsmith.models.decoding.kv_cache import seen_nodes
 from draftsmith.models.sampling import Sampling
@@ -45,9 +45,9 @@ def test_only_candidates_are_accepted() -> None:
 
 def test_chain() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    assert ChainBuilder().propose(9, DepthsDecoder(logits), GREEDY, None).tokens == [9, 1, 0]
-    assert ChainBuilder(max_depth=1).propose(9, DepthsDecoder(logits), GREEDY, None).tokens == [9, 1]
-    sampled = ChainBuilder().propose(9, DepthsDecoder(logits), Sampling(1.0), torch.Generator().manual_seed(0))
+    assert Chain().draft(9, DepthsDecoder(logits), GREEDY, None).tokens == [9, 1, 0]
+    assert Chain(max_depth=1).draft(9, DepthsDecoder(logits), GREEDY, None).tokens == [9, 1]
+    sampled = Chain().draft(9, DepthsDecoder(logits), Sampling(1.0), torch.Generator().manual_seed(0))
     assert sampled.q is not None
     torch.testing.assert_close(sampled.q[:2], logits.softmax(-1))
 
@@ -66,7 +66,7 @@ def test_best_first_tree_is_optimal(seed: int) -> None:
     ]
     best = sum(sorted(every, reverse=True)[:nodes])
 
-    tree = BestFirstBuilder(nodes, branch=vocabulary).propose(0, DepthsDecoder(logits), GREEDY, None)
+    tree = BestFirst(nodes, branch=vocabulary).draft(0, DepthsDecoder(logits), GREEDY, None)
     assert len(tree) == 1 + min(nodes, len(every))
     found = 0.0
     for node in range(1, len(tree)):
@@ -77,18 +77,18 @@ def test_best_first_tree_is_optimal(seed: int) -> None:
 
 def test_best_first_respects_depth_and_branch() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
-    shallow = BestFirstBuilder(nodes=10, branch=2, max_depth=1).propose(0, DepthsDecoder(logits), GREEDY, None)
+    shallow = BestFirst(nodes=10, branch=2, max_depth=1).draft(0, DepthsDecoder(logits), GREEDY, None)
     assert shallow.tokens == [0, 0, 1]
-    assert BestFirstBuilder(nodes=1, branch=2).propose(0, DepthsDecoder(logits), Sampling(0.7), None).q is None
+    assert BestFirst(nodes=1, branch=2).draft(0, DepthsDecoder(logits), Sampling(0.7), None).q is None
     # Tokens outside a reduced draft vocabulary are not drafted, even in a wide tree.
     reduced = torch.tensor([[2.0, 1.0, -torch.inf]] * 2)
-    wide = BestFirstBuilder(nodes=20, branch=3).propose(0, DepthsDecoder(reduced), GREEDY, None)
+    wide = BestFirst(nodes=20, branch=3).draft(0, DepthsDecoder(reduced), GREEDY, None)
     assert sorted(wide.tokens) == [0] * 4 + [1] * 3
 
 
 def test_static_tree() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
-    tree = StaticBuilder([[0, 1], [1], [0], [0, 0]]).propose(9, DepthsDecoder(logits), GREEDY, None)
+    tree = Static([[0, 1], [1], [0], [0, 0]]).draft(9, DepthsDecoder(logits), GREEDY, None)
     assert tree.tokens == [9, 1, 2, 0, 2]
     assert tree.parents == (-1, 0, 0, 1, 1)
 
@@ -99,7 +99,7 @@ def test_static_tree() -> None:
 )
 def test_invalid_static_paths_are_refused(paths: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        StaticBuilder(paths)
+        Static(paths)
 
 
 def test_of_sampled_trees_only_chains_leave_their_tokens_on_the_device() -> None:
