@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.kernels.cpu_kernels import PackedLinear
-from draftsmith.models.kernels.cpu_library import has_kernels
 
 READS = 3  # the first also waits for the device's pending work
 BUFFER_BYTES = 2**28  # read repeatedly; larger than GPUs' caches
@@ -28,8 +27,8 @@ class WeightReading:
     them, unless the output head shares their memory. The KV cache is not counted. None for a mixture of experts, whose
     steps read only the experts that the router chooses.
 
-    On a CPU the weights themselves are read, by our kernel: the packed copies, which a step reads too. Elsewhere, and
-    without a compiler, a buffer is summed: one sum per weight would measure the start of kernels.
+    On a CPU the weights themselves are summed: the packed copies, which a step reads too. Elsewhere a buffer is: a sum
+    of each weight would measure the start of kernels.
     """
 
     def __init__(self, target: Any) -> None:
@@ -48,13 +47,15 @@ class WeightReading:
         """Return the median seconds of a few reads of all bytes; None if `bytes` is None."""
         if self.bytes is None:
             return None
-        if self._device.type == "cpu" and has_kernels():
+        if self._device.type == "cpu":
             packed = {linear.weight.data_ptr(): linear.packed for linear in self._linears if linear.packed is not None}
             read = [packed.get(weight.data_ptr(), weight) for weight in self._weights]
-            return _median_s(lambda: [torch.ops.draftsmith.read(each) for each in read])
-        words = max(1, self.bytes // torch.int64.itemsize)
-        buffer = torch.ones(min(words, BUFFER_BYTES // torch.int64.itemsize), dtype=torch.int64, device=self._device)
-        return _median_s(lambda: _read_buffer(buffer, words))
+            # Sums of whole words are as fast as the memory, those of bf16 are not.
+            words = [each.flatten().view(torch.int64) if each.nbytes % 8 == 0 else each for each in read]
+            return _median_s(lambda: [each.sum() for each in words])
+        count = max(1, self.bytes // torch.int64.itemsize)
+        buffer = torch.ones(min(count, BUFFER_BYTES // torch.int64.itemsize), dtype=torch.int64, device=self._device)
+        return _median_s(lambda: _read_buffer(buffer, count))
 
 
 def _read_buffer(buffer: Tensor, words: int) -> int:

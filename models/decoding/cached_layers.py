@@ -78,6 +78,8 @@ class CachedDecoder:
         skipped: Number of first tokens that have no row; None: as the drafter reads its first token, or not.
     """
 
+    _reads_hidden = True  # whether a forward in one call returns hidden states, not logits alone
+
     def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int, skipped: int | None = None) -> None:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
         self._window, config = drafter.sliding_window, drafter.layers_config
@@ -128,8 +130,7 @@ class CachedDecoder:
         """Forget the last sequence, and queue the first tokens and features of this one."""
         self._cache.length, self._pending = 0, [(ids, features)]
         if self._cpu_layers is not None:
-            angles = self._angles
-            self._cpu_layers.refresh(None if angles is None else (angles[0][0], angles[1][0]))
+            self._cpu_layers.refresh()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Queue n >= 1 final tokens [n] with the features [n, F] that predicted them."""
@@ -154,21 +155,14 @@ class CachedDecoder:
 
         The masks' keys and values are stored after the committed ones: the next round overwrites them.
         """
-        drafter, layers = self._drafter, self._cpu_layers
+        layers = self._cpu_layers
         ids, features = self._read_ahead(*self._take_pending())
-        length, num_rows = self._cache.length, len(ids) + len(self._masks_ke)
         if self._has_graph(len(ids)):
             results = self._run_graph(ids, features)
-        elif (
-            layers is not None
-            and layers.has_fusion
-            and features.dtype == self._masks_ke.dtype
-            and self._is_one_call(num_rows)
-        ):
-            logits_gv = layers.draft(ids, features, self._cache.keys, self._cache.values, length, self._window)
-            results = logits_gv[:0], logits_gv
+        elif layers is not None and layers.fuses(features):
+            results = self._causal(layers.fuse(ids, features), len(ids) - 1)
         else:
-            inputs = self._with_masks(drafter.real_inputs(ids, features), slice(len(ids) - 1, len(ids)))
+            inputs = self._with_masks(self._drafter.real_inputs(ids, features), slice(len(ids) - 1, len(ids)))
             results = self._causal(inputs, len(ids) - 1)
         self._cache.length += len(ids)
         return results
@@ -209,12 +203,11 @@ class CachedDecoder:
         """Run rows from column `first` on as `CpuLayers.forward` does; hidden [R, D] and fp32 logits [k, V']."""
         layers, cache = self._cpu_layers, self._cache
         assert layers is not None
-        angles, with_logits = (rotary[0][0], rotary[1][0]), layers.has_head and first_kept < len(inputs_re)
         hidden, normed, logits = layers.forward(
-            inputs_re, angles, cache.keys, cache.values, first, first_kept, with_logits, parents, self._window,
-            sees_later,
+            inputs_re, (rotary[0][0], rotary[1][0]), cache.keys, cache.values, first, first_kept,
+            self._reads_hidden or not layers.has_head, parents, self._window, sees_later,
         )  # fmt: skip
-        if not with_logits and first_kept < len(inputs_re):
+        if not layers.has_head and first_kept < len(inputs_re):
             logits = self._drafter.head_logits(normed[first_kept:]).float()
         return hidden, logits
 

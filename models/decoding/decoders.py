@@ -168,6 +168,8 @@ class GrowingTree:
 class ParallelDecoder(CachedDecoder):
     """The decoder of group-wise drafters with masks; see `DrafterDecoder`."""
 
+    _reads_hidden = False
+
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
         self.columns = drafter.columns

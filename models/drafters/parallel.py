@@ -109,7 +109,7 @@ class ParallelDrafter(GroupWiseDrafter):
         return self.fuse(read)
 
     def cpu_layers(self) -> CpuLayers | None:
-        """Return its layers as one call on a CPU, in which `real_inputs` are computed too."""
+        """Return its layers as one call on a CPU, whose inputs are computed in one operation too."""
         layers = super().cpu_layers()
         if layers is not None and self.config.inputs != "embedding":
             norms, embedding = [self.feature_norm] * len(self.config.feature_layers), None

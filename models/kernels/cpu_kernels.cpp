@@ -7,7 +7,6 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -141,6 +140,28 @@ at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bo
   const auto out = at::empty(flat.sizes(), flat.options());
   norm_into(flat, weight, eps, rounds_twice, out);
   return out.view(rows.sizes());
+}
+
+// The inputs [n + K, D] of a draft's rows. Those of ids [n] project their embeddings, if there is a table [V, D], and their
+// features [n, F], D of these at a time, each part with its norm; after them come the masks [K, D], to which the last id's
+// inputs are added, or not.
+at::Tensor fuse(
+    const at::Tensor& ids, const std::optional<at::Tensor>& table, const at::Tensor& features, at::TensorList norms, double eps,
+    const at::Tensor& packed, const std::optional<at::Tensor>& bias, const at::Tensor& masks, bool adds_last) {
+  const int64_t known = features.size(0), size = masks.size(1), parts = static_cast<int64_t>(norms.size());
+  TORCH_CHECK(known > 0 && features.size(1) == (parts - table.has_value()) * size, "features have another size");
+  const auto read = at::empty({known, parts * size}, masks.options());
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t of_features = part - table.has_value();
+    const auto rows = of_features < 0 ? table->index_select(0, ids) : features.narrow(1, of_features * size, size);
+    norm_into(rows, norms[part], eps, false, read.narrow(1, part * size, size));
+  }
+  const auto inputs = at::empty({known + masks.size(0), size}, masks.options());
+  multiply(read, {packed, bias, size, parts * size}, inputs.narrow(0, 0, known));
+  const auto after = inputs.narrow(0, known, masks.size(0));
+  after.copy_(masks);
+  if (adds_last) after.add_(inputs.narrow(0, known - 1, 1));
+  return inputs;
 }
 
 constexpr int64_t FEW_LOGITS = 1 << 16;  // one thread has read them before another begins
@@ -309,25 +330,6 @@ void cross_entropy(at::Tensor logits, const at::Tensor& labels, const at::Tensor
   });
 }
 
-// Reads every byte once, as fast as the memory gives them; what it returns keeps the compiler from leaving that out.
-int64_t read_all(const at::Tensor& data) {
-  TORCH_CHECK(data.is_contiguous(), "what is read must be contiguous");
-  const int64_t vectors = static_cast<int64_t>(data.nbytes()) / static_cast<int64_t>(sizeof(Words));
-  const auto* from = static_cast<const Words*>(data.const_data_ptr());
-  std::atomic<int64_t> total{0};
-  at::parallel_for(0, vectors, 4096, [&](int64_t begin, int64_t end) {
-    Words sums[4] = {};
-    for (; begin + 4 <= end; begin += 4)
-      for (int i = 0; i < 4; ++i) sums[i] += from[begin + i];
-    for (; begin < end; ++begin) sums[0] += from[begin];
-    const Words all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    int64_t sum = 0;
-    for (int64_t lane = 0; lane < LANES; ++lane) sum += all[lane];
-    total += sum;
-  });
-  return total;
-}
-
 }  // namespace
 
 TORCH_LIBRARY(draftsmith, library) {
@@ -335,16 +337,13 @@ TORCH_LIBRARY(draftsmith, library) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, double>())
       .def("add_layer", &DecoderLayers::add_layer)
       .def("set_head", &DecoderLayers::set_head)
-      .def("set_embedding", &DecoderLayers::set_embedding)
-      .def("set_angles", &DecoderLayers::set_angles)
-      .def("set_fusion", &DecoderLayers::set_fusion)
-      .def("draft", &DecoderLayers::draft)
-      .def("forward", &DecoderLayers::forward)
-      .def("forward_tokens", &DecoderLayers::forward_tokens);
+      .def("forward", &DecoderLayers::forward);
   library.def("lanes() -> int", [] { return LANES; });
-  library.def("read(Tensor data) -> int");
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
+  library.def(
+      "fuse(Tensor ids, Tensor? table, Tensor features, Tensor[] norms, float eps, Tensor packed, Tensor? bias, Tensor masks, "
+      "bool adds_last) -> Tensor");
   library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
   library.def("most_likely(Tensor logits, int count) -> Tensor");
   library.def("best_first(Tensor logits, int branch, int nodes) -> (int[], int[], float[])");
@@ -355,10 +354,10 @@ TORCH_LIBRARY(draftsmith, library) {
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
-  library.impl("read", read_all);
   library.impl("pack", pack);
   library.impl("linear", linear);
   library.impl("norm", norm);
+  library.impl("fuse", fuse);
   library.impl("most_likely", most_likely);
   library.impl("best_first", best_first);
   library.impl("largest", largest);

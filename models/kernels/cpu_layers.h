@@ -14,7 +14,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/custom_class.h>
 
 #include <atomic>
@@ -153,7 +152,8 @@ struct Projection {
 inline void norm_into(const at::Tensor& rows, const at::Tensor& weight, double eps, bool rounds_twice, const at::Tensor& out) {
   const int64_t size = rows.size(1);
   TORCH_CHECK(
-      size > 0 && weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous() && rows.stride(1) == 1,
+      size > 0 && weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous() && rows.stride(1) == 1 &&
+          out.sizes() == rows.sizes() && out.dtype() == rows.dtype(),
       "rows and norm differ");
   with_dtype(rows, [&](auto dtype) {
     using Element = typename decltype(dtype)::Element;
@@ -186,19 +186,6 @@ inline void multiply(const at::Tensor& rows, const Projection& projection, const
   });
 }
 
-// Rows [R, D] of an embedding [V, D].
-inline at::Tensor rows_of(const at::Tensor& embedding, const int64_t* tokens, int64_t count) {
-  const int64_t bytes = embedding.size(1) * embedding.element_size();
-  auto rows = at::empty({count, embedding.size(1)}, embedding.options());
-  for (int64_t row = 0; row < count; ++row) {
-    TORCH_CHECK(tokens[row] >= 0 && tokens[row] < embedding.size(0), "token ", tokens[row], " is not in the vocabulary");
-    std::memcpy(
-        static_cast<char*>(rows.data_ptr()) + row * bytes,
-        static_cast<const char*>(embedding.const_data_ptr()) + tokens[row] * bytes, bytes);
-  }
-  return rows;
-}
-
 enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, NUM_PROJECTIONS };
 constexpr int64_t STOLEN = int64_t{1} << 32, MANY_BYTES = 1 << 19;
 constexpr int64_t PRODUCTS_OF_LAYER = 4;  // that threads share: q, k and v; output; gate and up; down
@@ -224,7 +211,7 @@ struct Stack {
 struct Rows {
   at::Tensor inputs;                        // [R, D] in the weights' dtype
   at::Tensor cos, sin;                      // [positions, A]
-  const int64_t* positions = nullptr;       // of the rows, among those of cos and sin; without them row r's is r
+  std::optional<std::vector<int64_t>> positions;  // of the rows, among those of cos and sin; without them row r's is r
   at::Tensor keys, values;                  // [L, 1, G, S', D of a head], into which the rows are written
   int64_t start = 0;                        // the column of the first row, which the others follow
   std::optional<std::vector<int64_t>> parents;  // of the nodes of a tree, of which the rows are the last
@@ -453,7 +440,7 @@ struct Forward {
     if (kind != VALUE) {
       const at::Tensor& norm = layer.norms[kind == QUERY ? QUERY_NORM : KEY_NORM];
       if (norm.defined()) rms_norm<Dtype>(from, at_of(norm), head_size, stack.eps, from);
-      const int64_t angle = call.positions ? call.positions[row] : row;
+      const int64_t angle = call.positions ? (*call.positions)[row] : row;
       rotate<Dtype>(from, cos.at(0, angle), sin.at(0, angle), call.cos.size(1));
     }
     if (kind == QUERY) return;
@@ -512,15 +499,8 @@ struct Forward {
   }
 };
 
-// Decoder layers, final norm and LM head, with packed weights (`pack`); what reads tokens and features before them.
+// Decoder layers, final norm and LM head, with packed weights (`pack`).
 struct DecoderLayers : torch::CustomClassHolder, Stack {
-  at::Tensor embedding, cos_table, sin_table, masks;
-  Projection fusion;
-  std::optional<at::Tensor> fused_table;
-  std::vector<at::Tensor> fusion_norms;
-  double fusion_eps = 0;
-  bool fusion_adds_last = false;
-
   DecoderLayers(int64_t heads, int64_t kv_heads, int64_t head_size, int64_t hidden_size, double eps, double scale)
       : Stack{heads, kv_heads, head_size, hidden_size, static_cast<float>(eps), static_cast<float>(scale)} {
     TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of key-value heads");
@@ -566,100 +546,27 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
     if (packed) head = {*packed, bias, outputs, hidden_size};
   }
 
-  // A table [V, D] of tokens' rows.
-  void check_embedding(const at::Tensor& table) const {
-    TORCH_CHECK(
-        !layers.empty() && table.dim() == 2 && table.size(1) == hidden_size && table.is_contiguous() &&
-            table.scalar_type() == dtype(),
-        "the embedding has another size or dtype");
-  }
-
-  // The embedding [V, D] of `forward_tokens`.
-  void set_embedding(const at::Tensor& table) {
-    check_embedding(table);
-    embedding = table;
-  }
-
-  // RoPE's cos and sin [positions, A], of `forward_tokens` and `draft`.
-  void set_angles(const at::Tensor& all_cos, const at::Tensor& all_sin) { cos_table = all_cos, sin_table = all_sin; }
-
-  const int64_t* checked(const std::vector<int64_t>& positions) const {
-    TORCH_CHECK(cos_table.defined(), "there are no angles");
-    for (const int64_t position : positions)
-      TORCH_CHECK(position >= 0 && position < cos_table.size(0), "position ", position, " has no angles");
-    return positions.data();
-  }
-
-  // What `draft` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features, D of them
-  // at a time, each part with its norm; the rows [K, D] of the masks that follow, and whether the last token's is added.
-  void set_fusion(
-      const at::Tensor& packed, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& table,
-      const std::vector<at::Tensor>& norms, double norm_eps, const at::Tensor& mask_rows, bool adds_last) {
-    fusion = {packed, bias, hidden_size, hidden_size * static_cast<int64_t>(norms.size())};
-    TORCH_CHECK(!layers.empty() && packed.scalar_type() == dtype(), "layers and fusion differ in dtype");
-    if (table) check_embedding(*table);
-    TORCH_CHECK(
-        mask_rows.dim() == 2 && mask_rows.size(1) == hidden_size && mask_rows.scalar_type() == dtype(),
-        "the masks have another size or dtype");
-    fused_table = table, fusion_norms = norms, fusion_eps = norm_eps, masks = mask_rows.contiguous(), fusion_adds_last = adds_last;
-  }
-
-  // The rows of these inputs [R, D], with their cos and sin [R, A], in the order of `Rows`.
+  // Features [R, taps * D], and logits [R', V] of the rows from `first_kept` on. Arguments in the order of `Rows`.
   std::tuple<at::Tensor, at::Tensor> forward(
-      const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
-      const at::Tensor& values, int64_t start, const std::optional<std::vector<int64_t>>& parents, int64_t window,
-      bool sees_later, const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept,
-      bool with_logits) const {
-    TORCH_CHECK(cos.dim() == 2 && cos.size(0) == inputs.size(0), "cos and sin must be [R, at most the head size]");
-    return run(
-        {.inputs = inputs, .cos = cos, .sin = sin, .keys = keys, .values = values, .start = start, .parents = parents,
-         .window = window, .sees_later = sees_later, .first_normed = first_normed, .taps = taps, .first_kept = first_kept,
-         .with_logits = with_logits});
-  }
-
-  // The rows of tokens at these positions; logits are in the weights' dtype.
-  std::tuple<at::Tensor, at::Tensor> forward_tokens(
-      const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions, const at::Tensor& keys,
-      const at::Tensor& values, int64_t start, const std::optional<std::vector<int64_t>>& parents, int64_t window,
-      const std::vector<int64_t>& taps, int64_t first_kept) const {
-    TORCH_CHECK(embedding.defined(), "there is no embedding");
-    TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
-    return run(
-        {.inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size())), .cos = cos_table,
-         .sin = sin_table, .positions = checked(positions), .keys = keys, .values = values, .start = start,
-         .parents = parents, .window = window, .taps = taps, .first_kept = first_kept,
-         .with_logits = head.packed.defined(), .wide = false});
-  }
-
-  // The causal rows of ids [n] with features [n, F] after `start` others, and of the masks; in fp32 the logits [1 + K, V] of
-  // the last id and the masks.
-  at::Tensor draft(
-      const at::Tensor& ids, const at::Tensor& features, const at::Tensor& keys, const at::Tensor& values, int64_t start,
-      int64_t window) const {
-    const int64_t known = ids.numel(), of_features = static_cast<int64_t>(fusion_norms.size()) - fused_table.has_value();
-    TORCH_CHECK(fusion.packed.defined(), "there is no fusion");
-    TORCH_CHECK(known > 0 && ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be [n] int64");
-    TORCH_CHECK(
-        features.dim() == 2 && features.size(0) == known && features.size(1) == of_features * hidden_size,
-        "features have another size");
-    const auto parts = at::empty({known, fusion.inputs}, masks.options());
-    for (size_t part = 0; part < fusion_norms.size(); ++part) {
-      const int64_t of_part = static_cast<int64_t>(part) - fused_table.has_value();  // a feature, or before them the token
-      const auto rows = of_part < 0 ? rows_of(*fused_table, ids.const_data_ptr<int64_t>(), known)
-                                    : features.narrow(1, of_part * hidden_size, hidden_size);
-      const auto to = parts.narrow(1, static_cast<int64_t>(part) * hidden_size, hidden_size);
-      norm_into(rows, fusion_norms[part], fusion_eps, false, to);
-    }
-    const auto inputs = at::empty({known + masks.size(0), hidden_size}, masks.options());
-    multiply(parts, fusion, inputs.narrow(0, 0, known));
-    std::memcpy(
-        static_cast<char*>(inputs.data_ptr()) + inputs.nbytes() - masks.nbytes(), masks.const_data_ptr(), masks.nbytes());
-    if (fusion_adds_last) inputs.narrow(0, known, masks.size(0)).add_(inputs.narrow(0, known - 1, 1));
-    std::vector<int64_t> positions(inputs.size(0));
-    std::iota(positions.begin(), positions.end(), start);
-    return std::get<1>(run(
-        {.inputs = inputs, .cos = cos_table, .sin = sin_table, .positions = checked(positions), .keys = keys,
-         .values = values, .start = start, .window = window, .first_kept = known - 1}));
+      const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin,
+      const std::optional<std::vector<int64_t>>& positions, const at::Tensor& keys, const at::Tensor& values, int64_t start,
+      const std::optional<std::vector<int64_t>>& parents, int64_t window, bool sees_later,
+      const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept, bool with_logits,
+      bool wide) const {
+    const Rows call{
+        inputs, cos, sin, positions, keys, values, start, parents, window, sees_later, first_normed, taps, first_kept,
+        with_logits, wide};
+    check(call);
+    const int64_t rows = call.count();
+    auto features = at::empty({rows, static_cast<int64_t>(taps.size()) * hidden_size}, inputs.options());
+    auto logits = at::empty(
+        {with_logits ? rows - first_kept : 0, with_logits ? head.outputs : 0}, inputs.options().dtype(wide ? at::kFloat : dtype()));
+    with_dtype(inputs, [&](auto of) {
+      Forward<decltype(of)> forward(*this, call, features, logits);
+#pragma omp parallel
+      forward.run(omp_get_thread_num(), omp_get_num_threads());
+    });
+    return {features, logits};
   }
 
   void check(const Rows& call) const {
@@ -671,7 +578,12 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
     TORCH_CHECK(
         call.cos.dim() == 2 && call.cos.sizes() == call.sin.sizes() && call.cos.size(1) <= head_size &&
             call.cos.size(1) % 2 == 0 && call.cos.stride(1) == 1 && call.sin.stride(1) == 1,
-        "cos and sin must be [R, at most the head size]");
+        "cos and sin must be [positions, at most the head size]");
+    const int64_t angles = call.cos.size(0);
+    TORCH_CHECK(call.positions ? static_cast<int64_t>(call.positions->size()) == rows : angles == rows, "every row needs a position");
+    if (call.positions)
+      for (const int64_t position : *call.positions)
+        TORCH_CHECK(position >= 0 && position < angles, "position ", position, " has no angles");
     for (const auto* cache : {&call.keys, &call.values}) {
       TORCH_CHECK(
           cache->dim() == 5 && cache->size(0) == static_cast<int64_t>(layers.size()) && cache->size(1) == 1 &&
@@ -701,22 +613,6 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
       for (int64_t node = 0; node < nodes; ++node)
         TORCH_CHECK((*call.parents)[node] < node, "a node of a tree comes before its parent");
     }
-  }
-
-  // Features [R, taps * D], and logits [R', V] of the rows from `first_kept` on.
-  std::tuple<at::Tensor, at::Tensor> run(const Rows& call) const {
-    check(call);
-    const int64_t rows = call.count();
-    auto features = at::empty({rows, static_cast<int64_t>(call.taps.size()) * hidden_size}, call.inputs.options());
-    auto logits = at::empty(
-        {call.with_logits ? rows - call.first_kept : 0, call.with_logits ? head.outputs : 0},
-        call.inputs.options().dtype(call.wide ? at::kFloat : dtype()));
-    with_dtype(call.inputs, [&](auto of) {
-      Forward<decltype(of)> forward(*this, call, features, logits);
-#pragma omp parallel
-      forward.run(omp_get_thread_num(), omp_get_num_threads());
-    });
-    return {features, logits};
   }
 };
 

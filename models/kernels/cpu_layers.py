@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear
@@ -25,6 +26,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 # Types of RoPE whose angles depend only on the position, so that a table of them can be computed once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MOST_CALL_ROWS = 256  # of one call: their inputs stay in a core's cache, and each weight is read once for all of them
+FINAL = -1  # feature layers, as in `FeatureTap`: after the final norm
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -50,7 +52,7 @@ class CpuLayers:
         self.has_head, self.num_layers = head is not None, len(layers)
         self.dtype: torch.dtype = _linears(layers[0])[0].weight.dtype
         self.native: Any = None
-        self._made_of: tuple[int, ...] = ()
+        self._made_of: list[int] = []
         self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, Tensor, bool] | None = None
         self._first_input = getattr(layers[0], "attention_input", None)
         if self._first_input is None and _norms(layers[0])[0] is None:  # EAGLE's
@@ -82,10 +84,9 @@ class CpuLayers:
     def set_fusion(
         self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, masks: Tensor, adds_last: bool
     ) -> None:
-        """Move the rows' inputs (norms, concatenation, linear layer, masks) into the layers' one call, `draft`.
+        """Let `fuse` compute the rows' inputs: norms, concatenation, linear layer, masks.
 
-        Without effect if a tensor is of another dtype, the linear layer is not packed, or the first layer reads two
-        inputs.
+        Without effect if a tensor is of another dtype, or the linear layer is not packed.
 
         Args:
             linear: Projects the parts, the token's embedding if there is one and its features, each D wide, to D.
@@ -94,39 +95,36 @@ class CpuLayers:
             adds_last: Add the last fused row to the masks' rows after it (`mask_residual`).
         """
         is_known = embedding is None or type(embedding) is nn.Embedding
-        modules = [linear, *norms, *([] if embedding is None else [embedding])]
-        dtypes = {masks.dtype, *(module.weight.dtype for module in modules), _linears(self._layers[0])[0].weight.dtype}
-        if isinstance(linear, PackedLinear) and is_known and len(dtypes) == 1 and self._first_input is None:
-            self._fusion = (linear, norms, cast("nn.Embedding | None", embedding), masks.detach(), adds_last)
-            self.refresh()
+        modules: list[Any] = [linear, *norms, *([] if embedding is None else [embedding])]
+        dtypes = {masks.dtype, self.dtype, *(module.weight.dtype for module in modules)}
+        if isinstance(linear, PackedLinear) and is_known and len(dtypes) == 1:
+            self._fusion = linear, norms, cast("nn.Embedding | None", embedding), masks.detach(), adds_last
 
-    @property
-    def has_fusion(self) -> bool:
-        """Return True if `draft` can run."""
-        return self._fusion is not None and self.has_head
+    def fuses(self, features: Tensor) -> bool:
+        """Return True if `fuse` takes these features."""
+        return self._fusion is not None and features.dtype == self.dtype
 
-    def refresh(self, angles: tuple[Tensor, Tensor] | None = None, embedding: Tensor | None = None) -> None:
-        """Read the weights again if they changed; called before a sequence.
+    def fuse(self, ids: Tensor, features: Tensor) -> Tensor:
+        """Return the inputs [n + K, D] of ids [n] with their features [n, F], and of the masks after them."""
+        assert self._fusion is not None
+        linear, norms, embedding, masks, adds_last = self._fusion
+        linear.pack()
+        return cast(Tensor, torch.ops.draftsmith.fuse(
+            ids, None if embedding is None else embedding.weight, features, [norm.weight for norm in norms],
+            norms[0].eps, linear.packed, linear.packed_bias, masks, adds_last,
+        ))  # fmt: skip
 
-        Args:
-            angles: cos and sin [positions, A], for `draft` and `forward_tokens`.
-            embedding: [V, D], for `forward_tokens`.
-        """
-        made_of = []
-        for linear in self._all_linears():
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        linears = [linear for layer in self._layers for linear in _linears(layer)]
+        linears += [] if self._head is None else [self._head]
+        norms = [norm for layer in self._layers for norm in _norms(layer) if norm is not None]
+        norms += [] if _is_none(self._norm) else [self._norm]
+        for linear in linears:
             linear.pack()
-            made_of.append(id(linear.packed))
-        made_of += [norm.weight.data_ptr() for norm in self._all_norms()]
-        if self._fusion is not None:
-            _, _, table, masks, _ = self._fusion
-            made_of += [masks._version, *([] if table is None else [table.weight.data_ptr()])]
-        made_of += [] if embedding is None else [embedding.data_ptr()]
-        if tuple(made_of) != self._made_of:
-            self._made_of, self.native = tuple(made_of), self._build()
-            if embedding is not None:
-                self.native.set_embedding(embedding)
-        if angles is not None:
-            self.native.set_angles(*angles)
+        made_of = [*(id(linear.packed) for linear in linears), *(norm.weight.data_ptr() for norm in norms)]
+        if made_of != self._made_of:
+            self._made_of, self.native = made_of, self._build()
 
     def forward(
         self,
@@ -136,7 +134,7 @@ class CpuLayers:
         values: Tensor,
         start: int,
         first_kept: int,
-        with_logits: bool,
+        reads_hidden: bool,
         parents: Sequence[int] | None = None,
         window: int | None = None,
         sees_later: bool = False,
@@ -149,40 +147,26 @@ class CpuLayers:
             rotary: cos and sin [R, A].
             keys, values: [L, 1, G, S, H].
             start: Column of the cache for the first row; the other rows follow it.
-            first_kept: The first row to return logits of.
+            first_kept: The first row to return logits of, where there is an LM head.
+            reads_hidden: Whether hidden states are returned; without them the last layer leaves out earlier rows.
             parents: The parents of a draft tree's nodes, -1 for none; the last R nodes are the rows. A row sees all
                 columns before the tree, its ancestors and itself. None: a row sees all rows before it.
             window: Number of positions that a row sees, its own included; None: all.
             sees_later: Whether the rows see each other.
 
         Returns:
-            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V], which are empty without
-            `with_logits`.
+            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V]; empty where there are none.
         """
         read = None
         if self._first_input is not None:
             inputs, read = self._first_input(inputs)
-        taps = [self.num_layers, -1]  # as in `FeatureTap`
+        with_logits = self.has_head and first_kept < len(inputs)
+        taps = [self.num_layers, FINAL] if reads_hidden else []
         states, logits = self.native.forward(
-            inputs.contiguous(), *rotary, keys, values, start, None if parents is None else list(parents),
-            window or 0, sees_later, read, taps, first_kept, with_logits,
+            inputs.contiguous(), *rotary, None, keys, values, start, None if parents is None else list(parents),
+            window or 0, sees_later, read, taps, first_kept, with_logits, True,
         )  # fmt: skip
-        return *states.chunk(2, dim=-1), logits
-
-    def draft(
-        self, ids: Tensor, features: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None = None
-    ) -> Tensor:
-        """Run causal rows of tokens with their features, and of the masks after them (`set_fusion`).
-
-        Args:
-            ids: [n].
-            features: [n, F] in the layers' dtype.
-            keys, values, start, window: As in `forward`; `start` is also the first row's place in `refresh`'s angles.
-
-        Returns:
-            fp32 logits [1 + K, V] of the last token and the masks.
-        """
-        return cast(Tensor, self.native.draft(ids, features, keys, values, start, window or 0))
+        return *states.tensor_split(2, dim=-1), logits
 
     def _build(self) -> Any:
         """Build the C++ object from the layers' current weights."""
@@ -204,24 +188,7 @@ class CpuLayers:
         head = self._head
         packed, bias, outputs = (None, None, 0) if head is None else (head.packed, head.packed_bias, head.out_features)
         native.set_head(None if _is_none(self._norm) else self._norm.weight.detach(), packed, bias, outputs)
-        if self._fusion is not None:
-            linear, fusion_norms, embedding, masks, adds_last = self._fusion
-            native.set_fusion(
-                linear.packed, linear.packed_bias, None if embedding is None else embedding.weight.detach(),
-                [norm.weight.detach() for norm in fusion_norms], fusion_norms[0].eps, masks, adds_last,
-            )  # fmt: skip
         return native
-
-    def _all_linears(self) -> list[PackedLinear]:
-        """Return the packed matrices of the layers, of the fusion of features and of the head."""
-        found = [linear for layer in self._layers for linear in _linears(layer)]
-        found += [] if self._fusion is None else [self._fusion[0]]
-        return found if self._head is None else [*found, self._head]
-
-    def _all_norms(self) -> list[Any]:
-        """Return the norms of the layers, of the fusion of features and of the output."""
-        final = [*([] if _is_none(self._norm) else [self._norm]), *([] if self._fusion is None else self._fusion[1])]
-        return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
 
 
 class CpuTarget:
@@ -241,11 +208,10 @@ class CpuTarget:
             angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
         cos, sin = (part[0].to(like.dtype).contiguous() for part in angles)
         self._angles = cos, sin
-        self.refresh()
 
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
-        self._layers.refresh(self._angles, self._embedding.weight.detach())
+        self._layers.refresh()
 
     def allocate(self, cache: Any) -> None:
         """Allocate the memory of a `KVCache` for these layers."""
@@ -297,9 +263,10 @@ class CpuTarget:
         Returns:
             Logits [N - first_kept, V], empty without an LM head, and features [N, F].
         """
-        features, logits = self._layers.native.forward_tokens(
-            list(tokens), list(positions), keys, values, start, None if parents is None else list(parents),
-            window or 0, list(taps), first_kept,
+        inputs = F.embedding(torch.tensor(tokens), self._embedding.weight.detach())
+        features, logits = self._layers.native.forward(
+            inputs, *self._angles, list(positions), keys, values, start, None if parents is None else list(parents),
+            window or 0, False, None, list(taps), first_kept, self._layers.has_head, False,
         )  # fmt: skip
         return logits, features
 

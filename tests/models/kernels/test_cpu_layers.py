@@ -586,13 +586,13 @@ def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple
     logits, trees, end = [], [], prompt
     decoder.start(ids[:prompt], features[:prompt])
     recipe = MethodConfig.model_validate({"name": "x", "tree": "best_first", "nodes": 9, "branch": 3})
-    builder = tree_builder(recipe, decoder)
+    build = tree_builder(recipe).grow if isinstance(decoder, StepwiseDecoder) else tree_builder(recipe).draft
     for size in (1, 3, 2, 5):
         for again in range(2):
             decoder.observe(ids[end : end + size], features[end - 1 : end + size - 1])
             end += size
             if again:
-                trees.append(builder.propose(int(ids[end - 1]), decoder, GREEDY, None))
+                trees.append(build(int(ids[end - 1]), decoder, GREEDY, None))
             elif isinstance(decoder, StepwiseDecoder):
                 logits += [decoder.begin(), decoder.expand([5, 9], [0, 0]), decoder.expand([7, 8, 11], [1, 2, 2])]
             else:
@@ -634,8 +634,7 @@ def test_drafts_equal_those_of_unpacked_layers(
         layers = find_cpu_layers(decoder)
         assert (layers is not None) == (kind in IN_ONE_CALL)
         if layers is not None:
-            for name in ("forward", "draft"):
-                monkeypatch.setattr(layers, name, counting(getattr(layers, name), rows))
+            monkeypatch.setattr(layers, "forward", counting(layers.forward, rows))
         ours = [draft_all(decoder, ids, features, prompt) for prompt in (3, 70)]
         assert (len(rows) >= 15) == (kind in IN_ONE_CALL)
     for (our_logits, our_trees), (their_logits, their_trees) in zip(ours, theirs, strict=True):
@@ -662,7 +661,7 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
     fused, given = drafter.decoder(64), drafter.decoder(64)
     layers = find_cpu_layers(given)
     assert layers is not None
-    assert layers.has_fusion
+    assert layers.fuses(features)
     layers._fusion = None
     for ours, theirs in zip(draft_all(fused, ids, features, 3)[0], draft_all(given, ids, features, 3)[0], strict=True):
         assert torch.equal(ours, theirs)
