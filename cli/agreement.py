@@ -1,9 +1,9 @@
 """Whether an engine accepts what our own decoder accepts: the same chain, on the same greedy answers.
 
 Our drafter is replayed on the engine's answers (`eval/bench/replay.py`), so that both commit the same tokens. What
-differs by design is left out: tokens that an engine accepts past an answer's end, and llama.cpp's last rounds without a
-draft. The target's own token of a round counts on both sides. A larger difference than rounding makes means that the
-engine computes other drafts.
+differs by design is left out: tokens that an engine accepts past an answer's end, llama.cpp's last rounds without a
+draft, and the row of a conversation's first token. The target's own token of a round counts on both sides. A larger
+difference than rounding makes means that the engine computes other drafts.
 """
 
 from __future__ import annotations
@@ -69,18 +69,24 @@ class Agreement:
 
 @torch.inference_mode()
 def compare_with_own_chain(
-    result: ArmResult, target: PreTrainedModel, drafter: Drafter, counts_last_rounds: bool
+    result: ArmResult,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    counts_last_rounds: bool,
+    lacks_first_row: bool = False,
 ) -> Agreement | None:
     """Replay our chain on an engine's greedy answers at one concurrency; None if it drafted nothing.
 
     Args:
         drafter: The drafter that was exported, attached to the target.
         counts_last_rounds: The engine drafts for an answer's last token too, and counts that round.
+        lacks_first_row: The engine drafts without the row of a conversation's first token, so that our chain does too.
     """
     counts, answers = result.counts, [answer for answer in result.answers if len(answer.ids) > 1]
     if not counts.drafts or not answers:
         return None
     depth = len(counts.accepted_by_depth) or round(counts.drafted_tokens / counts.drafts)
+    drafter.reads_first_token &= not lacks_first_row
     longest = max(len(answer.prompt_ids) + len(answer.ids) for answer in answers)
     decoder = drafter.decoder(longest + depth)
     chain = build_tree_drafter(MethodConfig(name="chain", max_depth=depth), decoder, Sampling())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,11 +33,12 @@ from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.engines.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
-from draftsmith.eval.engines.llama_server import find_server, started_server
+from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.eval.engines.load_test import (
     DEFINITIONS,
     DRAFTING,
     ENGINES,
+    NGRAM,
     PLAIN,
     ArmResult,
     EngineMeasurement,
@@ -51,19 +52,24 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import write_result
 
 OPTIONS_KEY = "--engine-options"
-# Options of a server that is started here, and the engine that has them; and those of a given server.
-OF_STARTED = {"engine_options": "vllm"} | dict.fromkeys(
-    ("llama_server", "target_gguf", "dtype", "draft_tokens"), "llamacpp"
+# Options of a server that is started here, and the engines that have them; and those of a given server.
+OF_STARTED = {"engine_options": ("vllm",), "ngram": ("vllm", "llamacpp")} | dict.fromkeys(
+    ("llama_server", "target_gguf", "dtype", "draft_tokens"), ("llamacpp",)
 )
 OF_GIVEN = ("plain_server", "server_model", "api_key_env")
-CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}
+CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1,4"}
+FEWEST_QUESTIONS = 8  # with --questions-per-request
 ENGINE_FORMAT = "vllm"
 ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
+# The engines' own lookups, of n-grams of two to four tokens; llama.cpp's have one length.
+VLLM_NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m")
+NGRAM_DRAFT = 5  # tokens that lookups draft where there is no drafter; otherwise as many as it drafts
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 CPU_CACHE_BYTES = 4 << 30  # vLLM's KV cache on a CPU; for longer conversations give kv_cache_memory_bytes
 # Options with which llama-server's logits equal our fp32 target's, whatever its batch size.
@@ -80,6 +86,8 @@ class ServingOptions:
 
     engine: str = "vllm"
     concurrency: str | None = None
+    questions_per_request: int | None = None
+    ngram: bool = False
     engine_options: str | None = None
     server: str | None = None
     plain_server: str | None = None
@@ -93,7 +101,7 @@ class ServingOptions:
     def __post_init__(self) -> None:
         for name in filter(self.__getattribute__, (*OF_STARTED, *OF_GIVEN)):
             option = f"--{name.replace('_', '-')}"
-            if OF_STARTED.get(name, self.engine) != self.engine:
+            if self.engine not in OF_STARTED.get(name, (self.engine,)):
                 raise UserError(f"option {option} does not apply to --engine {self.engine}: leave it out")
             if name in OF_GIVEN and self.server is None:
                 raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
@@ -117,15 +125,26 @@ class ServingOptions:
         """Return the numbers of concurrent questions, ascending."""
         return sorted({int(word) for word in (self.concurrency or CONCURRENCY[self.engine]).split(",")})
 
+    def choose(self, questions: list[Question], concurrency: int) -> list[Question]:
+        """Return the questions to ask at a concurrency: all, or with `questions_per_request` some of the whole set."""
+        wanted = max(FEWEST_QUESTIONS, (self.questions_per_request or len(questions)) * concurrency)
+        wanted = min(wanted, len(questions))
+        return [questions[place * len(questions) // wanted] for place in range(wanted)]
+
 
 @dataclass(frozen=True)
 class _Setting:
-    """Questions and settings that the server with the drafter and the one without share."""
+    """Questions and settings that the servers of all arms share."""
 
     recipe: Recipe
     options: ServingOptions
     questions: list[Question]
     engine: EngineSetting
+
+    @property
+    def has_drafter(self) -> bool:
+        """Return whether the drafter is measured: with `ngram` alone a run may be without one."""
+        return not self.options.ngram or (RunFolder(self.recipe).drafter / TRAINING_FILE).is_file()
 
 
 @with_run_lock("bench")
@@ -176,24 +195,31 @@ def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     return served
 
 
-def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
+def _start_servers(setting: _Setting, notes: list[str]) -> Mapping[str, AbstractContextManager[Endpoint]]:
+    """Export the drafter. Returns contexts that start a server for each arm."""
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options or "{}")
-    drafter = exporting.trained_drafter(recipe)
-    exporting.check_expressible(drafter.config, ENGINE_FORMAT)
+    drafter = exporting.trained_drafter(recipe).config if setting.has_drafter else None
+    if drafter is not None:
+        exporting.check_expressible(drafter, ENGINE_FORMAT)
     require_vllm("--engine vllm")
     if max(recipe.eval.temperatures) > 0 and not torch.cuda.is_available():
         raise UserError(
             "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: set "
             "eval.temperatures=[0.0], or measure on a GPU"
         )
-    exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
-    notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
+    depth = NGRAM_DRAFT if drafter is None else drafted_tokens(drafter)
+    speculative: dict[str, dict[str, Any]] = {}
+    if options.ngram:
+        speculative[NGRAM] = VLLM_NGRAM | {"num_speculative_tokens": depth}
+    if drafter is not None:
+        exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
+        notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
+        speculative[DRAFTING] = exporting.speculative_config(drafter, str(exported.folder.absolute()))
     target = loading.target_without_weights(recipe.target)
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
-    length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
+    length = min(length + depth + 1, limit or sys.maxsize)
     most = max(options.concurrencies)
     arguments = vllm_arguments(engine_options, setting.engine, length, most)
 
@@ -205,40 +231,43 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
         ):
             yield endpoint
 
-    speculative = exporting.speculative_config(drafter.config, str(exported.folder.absolute()))
-    return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
+    return {PLAIN: started()} | {arm: started(speculative_config=config) for arm, config in speculative.items()}
 
 
-def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Export the drafter for `llama-server`, which loads the target's GGUF file. Returns contexts as above."""
+def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, AbstractContextManager[Endpoint]]:
+    """Export the drafter as a GGUF file for `llama-server`. Returns contexts as `_start_servers` does."""
     recipe, options = setting.recipe, setting.options
     program = find_server(options.llama_server)
     if program is None:
         raise UserError(
             "llama-server was not found on PATH: build it with `make llamacpp-env`, or name it with --llama-server"
         )
-    exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
-    trained, drafted = exported.made.num_speculative_tokens, options.draft_tokens
+    file, depth = exporting.get_target_gguf(recipe.target, options.target_gguf), options.draft_tokens or NGRAM_DRAFT
+    speculative: dict[str, list[str]] = {}
+    notes.append(f"Target {file.name}.")
+    if setting.has_drafter:
+        made = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype).made
+        depth = options.draft_tokens or made.num_speculative_tokens
+        words = shlex.split(made.command)
+        words[words.index("--spec-draft-n-max") + 1] = str(depth)
+        speculative[DRAFTING] = words[words.index("--model-draft") :]
+        notes.append(f"Drafter in {options.dtype or 'bf16'}; trained to draft {made.num_speculative_tokens} tokens.")
+    if options.ngram:
+        speculative = {NGRAM: [*LLAMA_NGRAM, str(depth)], **speculative}
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
-    file, most = Path(exported.made.target), max(options.concurrencies)
-    notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {trained} tokens.")
     exactly = UNROUNDED if options.dtype == "f32" else ()
 
     @contextmanager
     def started(*drafting: str) -> Iterator[Endpoint]:
         threads = ("-t", torch.get_num_threads())
-        how: tuple[Any, ...] = (length + (drafted or trained) + 1, "--metrics", *threads, *exactly, *drafting)
+        how: tuple[Any, ...] = (length + depth + 1, "--metrics", *threads, *exactly, *drafting)
         with (
-            started_server(program, file, *how, at_once=most) as (url, _),
-            closing(LlamaEndpoint(url, setting.engine, is_ours=True)) as endpoint,
+            closing(LlamaServer(program, file, *how, at_once=max(options.concurrencies))) as server,
+            closing(LlamaEndpoint(server.url, setting.engine, is_ours=True)) as endpoint,
         ):
             yield endpoint
 
-    words = shlex.split(exported.made.command)
-    words = words[words.index("--model-draft") :]
-    if drafted is not None:
-        words[words.index("--spec-draft-n-max") + 1] = str(drafted)
-    return {PLAIN: started(), DRAFTING: started(*words)}
+    return {PLAIN: started()} | {arm: started(*words) for arm, words in speculative.items()}
 
 
 def read_engine_options(text: str) -> VllmOptions:
@@ -284,7 +313,7 @@ def vllm_arguments(
 
 def _connect_servers(
     setting: _Setting, notes: list[str], stack: ExitStack
-) -> dict[str, AbstractContextManager[Endpoint]]:
+) -> Mapping[str, AbstractContextManager[Endpoint]]:
     """Connect to both given servers before anything is measured, so that errors show early."""
     options = setting.options
     opened: dict[str, AbstractContextManager[Endpoint]] = {}
@@ -326,7 +355,8 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
             for concurrency in options.concurrencies:
                 endpoint.forget_prompts()
-                result = send_questions(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
+                questions = options.choose(setting.questions, concurrency)
+                result = send_questions(endpoint, tokenizer, questions, settings, seed, concurrency, arm)
                 if not result.answers:
                     reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
                     raise UserError(f"{options.name} {arm} answered no question ({reasons})")
@@ -345,7 +375,7 @@ def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineM
         if arm != PLAIN and (concurrency, PLAIN) in greedy
     ]
     folder = RunFolder(setting.recipe).drafter
-    drafted = [result for result in greedy.values() if result.arm != PLAIN and result.counts.drafts]
+    drafted = [result for result in greedy.values() if result.arm == DRAFTING and result.counts.drafts]
     is_trained = (folder / "config.json").is_file()
     target = loading.load_target(setting.recipe.target)[0] if pairs or (drafted and is_trained) else None
     if target is not None:
@@ -354,8 +384,10 @@ def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineM
         served.greedy = [asdict(proof) for proof in proofs]
         served.notes += _greedy_sentences(proofs)
     if target is not None and drafted and is_trained:
+        engine, drafter = setting.options.engine, load_drafter(folder, target)
+        lacks_first_row = exporting.lacks_first_row(drafter.config, exporting.FORMAT_OF_ENGINE.get(engine, engine))
         agreement = compare_with_own_chain(
-            drafted[0], target, load_drafter(folder, target), counts_last_rounds=setting.options.engine != "llamacpp"
+            drafted[0], target, drafter, counts_last_rounds=engine != "llamacpp", lacks_first_row=lacks_first_row
         )
         if agreement is not None:
             served.own_chain = asdict(agreement)

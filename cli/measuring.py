@@ -45,9 +45,16 @@ def bench(
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1."
+            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1,4."
         ),
     ] = None,
+    questions_per_request: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ask N questions a concurrent one, at least 8, in place of all at each concurrency."),
+    ] = None,
+    ngram: Annotated[
+        bool, typer.Option(help="Also measure the engine's own n-gram lookups, which need no drafter.")
+    ] = False,
     engine_options: Annotated[
         str | None,
         typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
@@ -88,8 +95,8 @@ def bench(
     from draftsmith.cli.engine_bench import bench as measure_in_engine
 
     options = ServingOptions(
-        engine, concurrency, engine_options, server, plain_server, server_model, api_key_env, llama_server, target_gguf,
-        dtype, draft_tokens,
+        engine, concurrency, questions_per_request, ngram, engine_options, server, plain_server, server_model,
+        api_key_env, llama_server, target_gguf, dtype, draft_tokens,
     )  # fmt: skip
     heading("bench", f"{loaded.name} in {engine}")
     tell(asdict(measure_in_engine(loaded, options)))

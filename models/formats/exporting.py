@@ -136,9 +136,15 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
 # ---- how it is served there ----
 
 
+def lacks_first_row(config: DrafterConfig, to: str) -> bool:
+    """Return whether the drafter has a row for a conversation's first token, and is served without it."""
+    has_place = config.first_token and (config.kind, to) in EXPORTERS and to != "gguf"
+    return has_place and not exporter_of(config, to).first_token
+
+
 def caveat(config: DrafterConfig, to: str) -> str | None:
     """Return how serving differs from training, for a drafter that can be served; None if it does not."""
-    if to in ("vllm", "sglang", "speculators") and config.first_token and not exporter_of(config, to).first_token:
+    if lacks_first_row(config, to):
         return (
             "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
             "drafter.options.first_token=false trains it as it is served"

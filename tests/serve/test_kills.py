@@ -18,7 +18,7 @@ import psutil
 import pytest
 from support.tiny_runs import recipe_file, untrained_run
 
-from draftsmith.data.engines.vllm_engine import free_port
+from draftsmith.data.engines.server_process import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation

@@ -20,7 +20,7 @@ import openai
 import pytest
 from support.tiny_runs import recipe_file, untrained_run
 
-from draftsmith.data.engines.vllm_engine import free_port
+from draftsmith.data.engines.server_process import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids

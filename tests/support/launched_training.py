@@ -20,7 +20,7 @@ from support.places import ROOT
 from support.tiny_runs import recipe_file
 from transformers import TrainerCallback
 
-from draftsmith.data.engines.vllm_engine import free_port
+from draftsmith.data.engines.server_process import free_port
 from draftsmith.recipes.schema import Recipe
 
 SCRIPT = ROOT / "train" / "train_parallel.py"

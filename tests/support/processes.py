@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.data.engines.vllm_engine import free_port
+from draftsmith.data.engines.server_process import free_port
 
 PRELOADED = ["draftsmith.train.drafter.stage"]
 LONGEST_S = 300.0

@@ -10,7 +10,7 @@ import pytest
 from support.fake_openai_server import answer_ids
 from support.openai_setup import TOKENIZER, eventually, requests
 
-from draftsmith.data.engines import vllm_engine
+from draftsmith.data.engines import server_process, vllm_engine
 from draftsmith.data.engines.engine import Completion, EngineSetting, open_engine
 from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions, command_line, server_arguments
 from draftsmith.errors import UserError
@@ -39,7 +39,7 @@ def _stand_in_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(here))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(vllm_engine.tempfile, "tempdir", None)
+    monkeypatch.setattr(server_process.tempfile, "tempdir", None)
     monkeypatch.setattr(vllm_engine, "require_vllm", lambda who: None)
 
 
@@ -62,7 +62,7 @@ def test_server_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     finally:
         engine.close()
     assert engine.server._process.returncode is not None
-    assert not list(tmp_path.glob("draftsmith-vllm-*"))
+    assert not list(tmp_path.glob("draftsmith-server-*"))
 
 
 @pytest.mark.usefixtures("_stand_in_for_vllm")

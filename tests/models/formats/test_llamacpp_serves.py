@@ -6,7 +6,7 @@ An answer is compared up to its first numerical tie.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from support.tiny_runs import recipe_file, recipe_in, save_trained
 from typer.testing import CliRunner
 
 from draftsmith.cli.main import app
-from draftsmith.eval.engines.llama_server import find_server, started_server
+from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
 
@@ -117,7 +117,8 @@ def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> 
     assert shorter["acceptance_by_depth"][0] * shorter["drafts"] == shorter["accepted_tokens"]
     assert 1 < shorter["tau"] < drafted["tau"]
     assert SERVER is not None
-    with started_server(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1) as (url, _):
-        result = CliRunner().invoke(app, ["bench", recipe_file(recipe), "--engine", "llamacpp", "--server", url])
+    with closing(LlamaServer(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1)) as server:
+        command = ["bench", recipe_file(recipe), "--engine", "llamacpp", "--server", server.url]
+        result = CliRunner().invoke(app, command)
         assert result.exit_code == 2
         assert "does not draft: start it with the command that `draftsmith export` prints" in result.stderr

@@ -9,25 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.served_drafters import NEW_TOKENS, SERVED, Setup, count_our_rounds, load_embedded, train_briefly
-from support.vllm_answers import generate_answers, generate_with_newer_runner, has_triton
+from support.served_drafters import NEW_TOKENS, SERVED, Setup, count_our_rounds, train_briefly
+from support.vllm_answers import LONGEST_DRAFT, check_served, export_served, generate_answers, setup
 from support.vllm_server import NEEDS_VLLM, vllm_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.formats.exporting import export_drafter, speculative_config
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 
-__all__ = ["vllm_environment"]  # fixture
+__all__ = ["setup", "vllm_environment"]  # fixtures
 pytestmark = NEEDS_VLLM
-LONGEST_DRAFT = 3
-
-
-@pytest.fixture(scope="module")
-def setup() -> Setup:
-    target, _, prompts = load_embedded()
-    answers, _ = generate_answers(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None)
-    return Setup(target, prompts, answers)
 
 
 @pytest.fixture(scope="module")
@@ -39,41 +30,32 @@ def drafter(setup: Setup) -> Drafter:
 @pytest.fixture
 def served(drafter: Drafter, tmp_path: Path) -> dict[str, Any]:
     """Return vLLM's `speculative_config` for the exported drafter."""
-    export_drafter(drafter, "vllm", tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
-    return speculative_config(drafter.config, str(tmp_path / "served"))
+    return export_served(drafter, tmp_path)
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("newer_runner", [False, True])
 def test_one_mask_a_forward_drafts_the_same(
-    runner: str, drafter: Drafter, served: dict[str, Any], setup: Setup, tmp_path: Path
+    newer_runner: bool, drafter: Drafter, served: dict[str, Any], setup: Setup, tmp_path: Path
 ) -> None:
     """Without `parallel_drafting`, in both of vLLM's runners."""
     served.pop("parallel_drafting")
-    if runner == "V2" and not has_triton():
-        pytest.skip("Triton is not installed: make vllm-env")
-    if runner == "V2":
-        answers, counters = generate_with_newer_runner(tmp_path, setup.prompts, NEW_TOKENS, served)
-    else:
-        answers, counters = generate_answers(setup.prompts, NEW_TOKENS, served)
-    assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted, _ = count_our_rounds(drafter, setup)
-    assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
+    check_served(drafter, setup, tmp_path, served, newer_runner)
 
 
-def test_cached_prefixes_and_chunks_of_prompts(drafter: Drafter, served: dict[str, Any], setup: Setup) -> None:
+def test_cached_prefixes_and_chunks_of_prompts(
+    drafter: Drafter, served: dict[str, Any], setup: Setup, tmp_path: Path
+) -> None:
     """Cached prefixes are exact. At the end of a chunk vLLM gives a row a wrong token: other drafts, same answers."""
-    whole = Setup(setup.target, setup.prompts * 2, setup.answers * 2)
-    answers, counters = generate_answers(whole.prompts, NEW_TOKENS, served, enable_prefix_caching=True, max_num_seqs=2)
-    assert answers == [answer[:NEW_TOKENS] for answer in whole.answers]
-    rounds, accepted, _ = count_our_rounds(drafter, whole)
-    assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
+    twice = Setup(setup.target, setup.prompts * 2, setup.answers * 2)
+    check_served(drafter, twice, tmp_path, served, enable_prefix_caching=True, max_num_seqs=2)
     chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32, "max_num_seqs": 2}
     answers, counters = generate_answers(setup.prompts, NEW_TOKENS, served, **chunks)
     assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]
-    assert rounds // 2 <= counters["drafts"] <= 1.1 * rounds / 2
+    rounds, _, _ = count_our_rounds(drafter, setup)
+    assert rounds <= counters["drafts"] <= 1.1 * rounds
 
 
-def test_target_of_qwen2(tmp_path: Path) -> None:
+def test_target_of_qwen2(setup: Setup, tmp_path: Path) -> None:
     """A small random Qwen 2 target, whose attention has biases."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(
@@ -85,18 +67,12 @@ def test_target_of_qwen2(tmp_path: Path) -> None:
         parameter.mul_(0.0 if name.endswith("bias") else 4.0)  # answers that vary
     target.save_pretrained(tmp_path / "target")
     AutoTokenizer.from_pretrained(EMBEDDED_TARGET).save_pretrained(tmp_path / "target")
-    model, (_, _, prompts) = str(tmp_path / "target"), load_embedded()
-    answers, _ = generate_answers(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None, model)
+    model = str(tmp_path / "target")
+    answers, _ = generate_answers(setup.prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None, model)
     options = {"num_masks": 2, "feature_layers": [1, -1], "mask_residual": True, "first_token": False}
-    drafter = train_briefly("parallel", options, target, prompts, answers)
-    export_drafter(drafter, "vllm", tmp_path / "served", model, tmp_path)
-    drafted, counters = generate_answers(
-        prompts, NEW_TOKENS, speculative_config(drafter.config, str(tmp_path / "served")), model
-    )
-    assert drafted == [answer[:NEW_TOKENS] for answer in answers]
-    rounds, accepted, _ = count_our_rounds(drafter, Setup(target, prompts, answers))
-    assert min(accepted) > 0
-    assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
+    drafter = train_briefly("parallel", options, target, setup.prompts, answers)
+    of_qwen = Setup(target, setup.prompts, answers)
+    check_served(drafter, of_qwen, tmp_path, export_served(drafter, tmp_path, model=model), model=model)
 
 
 @pytest.mark.parametrize(

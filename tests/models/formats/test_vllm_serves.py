@@ -5,10 +5,11 @@ The drafters are trained briefly on the answers that they are measured on, so th
 """
 
 import json
-import re
 import shlex
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,21 @@ from support.served_drafters import (
     SERVED,
     Setup,
     count_our_rounds,
-    load_embedded,
     share_first_key_norm,
     train_briefly,
 )
 from support.tiny_runs import recipe_file, recipe_in, save_trained
-from support.vllm_answers import generate_answers, generate_with_newer_runner, has_triton
-from support.vllm_server import NEEDS_VLLM, VllmServer, vllm_environment
+from support.vllm_answers import check_served, export_served, setup
+from support.vllm_server import NEEDS_VLLM, vllm_environment
 from typer.testing import CliRunner
 
 from draftsmith.cli.main import app
+from draftsmith.data.engines.server_process import ServerProcess
+from draftsmith.eval.engines.endpoint import DraftCounts
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.formats.exporting import export_drafter, speculative_config
-from draftsmith.models.target.loading import EMBEDDED_TARGET
 
-__all__ = ["vllm_environment"]  # fixture
+__all__ = ["setup", "vllm_environment"]  # fixtures
 pytestmark = NEEDS_VLLM
-LONGEST_DRAFT = 3
-
-
-@pytest.fixture(scope="module")
-def setup() -> Setup:
-    target, _, prompts = load_embedded()
-    answers, _ = generate_answers(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None)
-    return Setup(target, prompts, answers)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -51,24 +43,11 @@ def test_vllm_equals_our_decoder(name: str, setup: Setup, tmp_path: Path) -> Non
     drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     if "block_size" in options:
         share_first_key_norm(drafter)
-    made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
-    speculative = speculative_config(drafter.config, str(tmp_path / "served"))
-    if kind in BY_THE_NEWER_RUNNER:
-        if not has_triton():
-            pytest.skip("Triton is not installed: make vllm-env")
-        answers, counters = generate_with_newer_runner(tmp_path, setup.prompts, NEW_TOKENS, speculative)
-    else:
-        answers, counters = generate_answers(setup.prompts, NEW_TOKENS, speculative)
-    assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted, _ = count_our_rounds(drafter, setup)
-    print(name, "vLLM:", counters, "ours:", rounds, accepted)
-    assert made.num_speculative_tokens == len(accepted) == 3
-    assert min(accepted) > 0
-    assert (counters["drafts"], list(counters["accepted_tokens_per_pos"])) == (rounds, accepted)
+    check_served(drafter, setup, tmp_path, export_served(drafter, tmp_path, to), kind in BY_THE_NEWER_RUNNER)
 
 
 def printed_command(drafter: Drafter, folder: Path) -> list[str]:
-    """Return the last lines of `draftsmith export --to vllm`, of a run with this drafter."""
+    """Return the last line of `draftsmith export --to vllm` in words, of a run with this drafter."""
     recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, drafter={"kind": "eagle3"})
     save_trained(recipe, drafter)
     result = CliRunner().invoke(app, ["export", recipe_file(recipe), "--to", "vllm"])
@@ -76,40 +55,32 @@ def printed_command(drafter: Drafter, folder: Path) -> list[str]:
     return shlex.split(result.stdout.strip().splitlines()[-1])
 
 
-def post(url: str, body: dict[str, Any]) -> bytes:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def fetch(url: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
-        return bytes(response.read())
-
-
-def read_counter(metrics: str, name: str) -> list[int]:
-    """Return the values of a counter in /metrics, by position if it has positions."""
-    return [
-        int(float(value)) for value in re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} (\S+)$", metrics, re.M)
-    ]
+        return response.read().decode()
 
 
 def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
     """All questions in parallel over HTTP, also streamed: plain vLLM's answers and our decoder's acceptance."""
     kind, _, options = SERVED["eagle3"]
     drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
-    server = VllmServer(tmp_path / "log", printed_command(drafter, tmp_path))
-    try:
+    more = ["--served-model-name", "embedded", "--enforce-eager", "--max-model-len", "512"]
+    command = [sys.executable, *printed_command(drafter, tmp_path)[1:], *more]
+    with closing(ServerProcess("vLLM", command)) as server:
         asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
         bodies = [{**asked, "prompt": ids, "return_token_ids": True} for ids in setup.prompts]
+        url = f"{server.url}/v1/completions"
         with ThreadPoolExecutor(len(bodies)) as pool:
-            answers = [
-                json.loads(raw) for raw in pool.map(lambda body: post(f"{server.url}/completions", body), bodies)
-            ]
-        with urllib.request.urlopen(server.url.replace("/v1", "/metrics"), timeout=60) as response:
-            metrics = response.read().decode()
-        streamed = post(f"{server.url}/completions", {**asked, "prompt": setup.prompts[0], "stream": True}).decode()
-    finally:
-        server.stop()
+            answers = [json.loads(answer) for answer in pool.map(lambda body: fetch(url, body), bodies)]
+        counts = DraftCounts.of_page(fetch(f"{server.url}/metrics"), "vllm")
+        streamed = fetch(url, {**asked, "prompt": setup.prompts[0], "stream": True})
     choices = [answer["choices"][0] for answer in answers]
     assert [choice["token_ids"] for choice in choices] == [answer[:NEW_TOKENS] for answer in setup.answers]
     rounds, accepted, _ = count_our_rounds(drafter, setup)
     assert min(accepted) > 0
-    assert (read_counter(metrics, "drafts"), read_counter(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
+    assert counts is not None
+    assert (counts.drafts, list(counts.accepted_by_depth)) == (rounds, accepted)
     events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == choices[0]["text"]
