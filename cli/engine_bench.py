@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,9 @@ def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     engine_setting = EngineSetting(recipe, tokenizer, end_ids)
     setting = _Setting(recipe, options, questions, engine_setting)
     notes: list[str] = []
-    with ExitStack() as stack:
-        start = _start_servers if options.engine == "vllm" else _start_llama_servers
-        opened = start(setting, notes) if options.server is None else _connect_servers(setting, notes, stack)
-        measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
+    start = _start_servers if options.engine == "vllm" else _start_llama_servers
+    start = start if options.server is None else _connect_servers
+    measured = [each for arm, endpoint in start(setting, notes).items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([result.row() for result in measured])
     notes += _count_sentences(measured)
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
@@ -274,8 +273,7 @@ def read_engine_options(text: str) -> VllmOptions:
     """Parse the options of a vLLM server that is started, a YAML mapping `{key: value, ...}`.
 
     Raises:
-        UserError: The text is no mapping, has a key that is no option of vLLM, or asks for several copies of the
-            target.
+        UserError: The text is no mapping, or has a key that is no option of vLLM.
     """
     try:
         values = parse_yaml(text)
@@ -284,15 +282,9 @@ def read_engine_options(text: str) -> VllmOptions:
     if not isinstance(values, dict):
         raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")
     try:
-        options = VllmOptions.model_validate(values)
+        return VllmOptions.model_validate(values)
     except ValidationError as error:
         raise UserError(explain(VllmOptions, error, OPTIONS_KEY)) from None
-    if options.data_parallel_size not in (None, 1):
-        raise UserError(
-            f"option {OPTIONS_KEY}: data_parallel_size={options.data_parallel_size} is for distillation; one copy of "
-            "the target is measured: leave it out"
-        )
-    return options
 
 
 def vllm_arguments(
@@ -311,17 +303,14 @@ def vllm_arguments(
     return server_arguments(options.model_copy(update=chosen), setting)
 
 
-def _connect_servers(
-    setting: _Setting, notes: list[str], stack: ExitStack
-) -> Mapping[str, AbstractContextManager[Endpoint]]:
+def _connect_servers(setting: _Setting, notes: list[str]) -> Mapping[str, AbstractContextManager[Endpoint]]:
     """Connect to both given servers before anything is measured, so that errors show early."""
     options = setting.options
     opened: dict[str, AbstractContextManager[Endpoint]] = {}
     for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
         if url is not None:
             arguments = (url, setting.engine, options.server_model, options.api_key_env)
-            endpoint = ENDPOINTS[options.engine](*arguments)
-            opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
+            opened[side] = closing(ENDPOINTS[options.engine](*arguments))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
     if max(setting.recipe.eval.temperatures) > 0 and options.engine == "vllm":

@@ -14,9 +14,10 @@ from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
 from draftsmith.cli.console import console
-from draftsmith.cli.engine_bench import read_engine_options, vllm_arguments
+from draftsmith.cli.engine_bench import ServingOptions, read_engine_options, vllm_arguments
 from draftsmith.cli.main import app
 from draftsmith.data.engines.engine import EngineSetting
+from draftsmith.data.sources.questions import Question
 from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))
@@ -112,6 +113,14 @@ def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[St
         result = measure(recipe, "1", *given)
         assert result.exit_code == 2
         assert sentence in result.stderr
+
+
+def test_questions_spread_over_the_set() -> None:
+    questions = [Question(number, "all", ("w5",)) for number in range(20)]
+    some = ServingOptions(questions_per_request=1)
+    assert [question.question_id for question in some.choose(questions, 4)] == [0, 2, 5, 7, 10, 12, 15, 17]
+    assert [len(some.choose(questions, concurrency)) for concurrency in (1, 16, 64)] == [8, 16, 20]
+    assert ServingOptions().choose(questions, 1) == questions
 
 
 def arguments(**options: Any) -> dict[str, Any]:
