@@ -44,7 +44,7 @@ BLOCK_ELEMENTS = 1 << 19
 DEVICE_BLOCK_ELEMENTS = 1 << 25
 # Rows of a chunk on any device but a CPU, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
-# Rows of a weight's gradient that are added at once.
+# Rows of a weight's gradient in one sum.
 WEIGHT_ROWS = 4096
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28

@@ -106,7 +106,7 @@ def import_drafter(
         location: A folder, or `user/repo[@revision]`.
         target: The target that the checkpoint was made for, with its weights.
         kind: The recipe's `drafter.kind`, if the folder is that of its run.
-        for_start: Training goes on from it, so that its embedding and LM head may be another target's.
+        for_start: Training continues from it, so that its embedding and LM head may be another target's.
 
     Raises:
         UserError: The checkpoint cannot be read, has no supported layout, does not fit the target, or is of another
