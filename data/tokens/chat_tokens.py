@@ -98,7 +98,7 @@ def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[
 def limited_token_ids(tokenizer: Any, texts: list[str], most_tokens: int) -> list[list[int]]:
     """Tokenise texts of which most continue the one before them, each as far as a row needs it.
 
-    The texts that continue each other are read piece by piece, of all at once, until they have enough tokens.
+    The texts that continue each other are read piece by piece, all in one call, until they have enough tokens.
 
     Args:
         most_tokens: Length of a row.
