@@ -84,7 +84,7 @@ class CpuLayers:
     def set_fusion(
         self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, masks: Tensor, adds_last: bool
     ) -> None:
-        """Let `fuse` compute the rows' inputs: norms, concatenation, linear layer, masks.
+        """Make `fuse` compute the rows' inputs: norms, concatenation, linear layer, masks.
 
         Without effect if a tensor is of another dtype, or the linear layer is not packed.
 
@@ -155,7 +155,7 @@ class CpuLayers:
             sees_later: Whether the rows see each other.
 
         Returns:
-            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V]; empty where there are none.
+            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V]; empty without a head.
         """
         read = None
         if self._first_input is not None:
