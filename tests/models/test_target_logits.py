@@ -22,15 +22,12 @@ from draftsmith.models.target_logits import PLAIN, LogitShape
 from draftsmith.recipes.schema import MethodConfig
 
 SCALED = [
-    ("cohere", {"logit_scale": 0.0625}, LogitShape(0.0625)),
     ("cohere2", {"logit_scale": 0.25}, LogitShape(0.25)),
     ("cohere2", {"logit_scale": 0.25, "logits_scaling": 8.0}, LogitShape(0.25)),
     ("granite", {"logits_scaling": 8.0}, LogitShape(0.125)),
     ("hyperclovax", {"logits_scaling": 8.0}, LogitShape(8.0)),
     ("gemma2", {"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
-    ("gpt2", {}, PLAIN),
     ("recurrent_gemma", {"logits_soft_cap": 20.0}, LogitShape(1.0, 20.0)),
-    ("nanochat", {"final_logit_softcapping": 15.0}, LogitShape(1.0, 15.0)),
     ("llama", {}, PLAIN),
     ("llama", {"logit_scale": 0.5}, PLAIN),  # a key that this class ignores
 ]
@@ -57,11 +54,6 @@ def test_logit_scale_and_cap_are_the_targets(
     product = target.get_output_embeddings()(target_features(target, ids))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(expected(product), target(input_ids=ids).logits, rtol=tolerance, atol=tolerance)
-
-
-def test_config_decides_without_weights() -> None:
-    with torch.device("meta"):
-        assert logit_shape(tiny_target("cohere", logit_scale=0.25)) == LogitShape(0.25)
 
 
 def test_other_functions_of_logits_are_refused() -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.options import Loss
-from draftsmith.models.drafters.medusa import HeadsDrafter, MedusaConfig, MedusaDrafter
+from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.layout import previous_features
 from draftsmith.models.target.features import required_layers
 
@@ -54,15 +54,3 @@ def test_loss_of_labels_needs_no_further_layer() -> None:
     drafter = inner_drafter(target, "ce")
     assert required_layers(drafter) == (1,)
     assert drafter.training_features(target, torch.tensor([[3, 4, 5]]))[1] is None
-
-
-class BareDrafter(HeadsDrafter):
-    config_class = MedusaConfig
-
-
-def test_missing_method_is_named() -> None:
-    drafter = BareDrafter.from_target(tiny_target(), {"lm_heads": "shared"})
-    with pytest.raises(NotImplementedError, match=r"^BareDrafter\.decoder$"):
-        drafter.decoder(8)
-    with pytest.raises(NotImplementedError, match=r"^BareDrafter\.head_hidden$"):
-        drafter.group_logits(torch.tensor([[3, 4]]), torch.zeros(1, 2, 32))

@@ -1,56 +1,32 @@
-"""EAGLE: its tree against a recomputation without a cache, its loss against the formula, its layout."""
+"""EAGLE: its drafts against a recomputation without a cache, and the noise on its features."""
 
 import pytest
 import torch
 from support.eagle_reference import eagle_features, pairs
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.features import target_features
 
-# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, parents on two levels.
-LEVELS = [([7, 11, 30], [0, 0, 0]), ([8, 9, 12], [1, 1, 3]), ([20], [5]), ([21, 22], [7, 2])]
-PARENTS = [-1, *(parent for _, parents in LEVELS for parent in parents)]
-TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]
 
-
-def tree_by_recomputation(drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor) -> list[Tensor]:
-    """Return logits [V] of the children of nodes 0, 1, ..., each from a full forward over its path."""
-    newest = len(ids) - 1
-    previous = torch.cat([torch.zeros_like(features[:1]), features[:newest]])
-    inputs = pairs(drafter, target, ids.tolist(), previous)
-    positions = [*range(len(ids))]
-    sees = [list(range(place + 1)) for place in range(len(ids))]
-    depths = [0]
-    for node in range(1, len(TOKENS)):
-        predicted = eagle_features(drafter, inputs, positions, sees)
-        parent_row = newest + PARENTS[node]
-        depths.append(depths[PARENTS[node]] + 1)
-        inputs = torch.cat([inputs, pairs(drafter, target, [TOKENS[node]], predicted[parent_row].unsqueeze(0))])
-        positions.append(newest + depths[node])
-        sees.append([*sees[parent_row], len(sees)])
-    predicted = eagle_features(drafter, inputs, positions, sees)
-    return list(predicted[newest:] @ target.get_output_embeddings().weight.T)
-
-
-def test_drafted_tree_equals_a_recomputation_without_cache() -> None:
-    """Deeper than in training: feedback, positions and ancestors; the tree leaves no trace in the next round."""
-    target = tiny_target()
+def test_drafted_chain_equals_a_recomputation_without_cache() -> None:
+    """Deeper than in training: the layer's output is fed back. Trees are in test_every_drafter.py."""
+    target, chain = tiny_target(), [7, 11, 30, 8]
     drafter = tiny_drafter_of("eagle", target)
     ids = random_batch(target, 1)["input_ids"]
     features = target_features(target, ids)[0]
     decoder = drafter.decoder(LENGTH)
     decoder.start(ids[0, :4], features[:4])
-    for length in (5, 6, 9):
-        committed = slice(length - 1, length) if length < 9 else slice(6, 9)
-        decoder.observe(ids[0, committed], features[committed.start - 1 : committed.stop - 1])
-        drafted = [decoder.begin()]
-        drafted += [decoder.expand(tokens, parents) for tokens, parents in LEVELS]
-        with torch.no_grad():
-            expected = tree_by_recomputation(drafter, target, ids[0, :length], features)
-        torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    for begin, end in ((4, 5), (5, 9)):
+        decoder.observe(ids[0, begin:end], features[begin - 1 : end - 1])
+        drafted = [decoder.begin(), *(decoder.expand([token], [node]) for node, token in enumerate(chain))]
+        inputs = pairs(drafter, target, ids[0, :end].tolist(), torch.cat([torch.zeros(1, 32), features[: end - 1]]))
+        for logits, token in zip(drafted, [*chain, 0], strict=True):
+            rows = range(len(inputs))
+            predicted = eagle_features(drafter, inputs, list(rows), [list(range(row + 1)) for row in rows])[-1:]
+            expected = predicted @ target.get_output_embeddings().weight.T
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+            inputs = torch.cat([inputs, pairs(drafter, target, [token], predicted)])
 
 
 def test_noise_is_added_to_features_in_training_only() -> None:

@@ -115,6 +115,40 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter) ->
             torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
 
 
+# Kinds that draft along paths, and what makes others do so.
+ALONG_PATHS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in ("dflash2", "draft_model", "dspark", "eagle", "eagle3", "hydra")),
+    ("eagle", {"sliding_window": 7}),
+    ("hydra", {"prefix_attention": True}),
+    ("parallel", {"markov_rank": 5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), ALONG_PATHS)
+def test_tree_equals_its_paths(kind: str, options: dict[str, Any]) -> None:
+    """Every node has the logits of its path alone, whatever the calls and the order of nodes.
+
+    The decoder drafts all of them, so that a tree that left a trace would show.
+    """
+    target, drafter = target_and_drafter(kind, options)
+    batch = random_batch(target, 1, drafter=drafter)
+    ids, features, decoder = batch["input_ids"][0], batch["features"][0].detach(), drafter.decoder(LENGTH)
+
+    def grow(*levels: tuple[list[int], list[int]]) -> list[Tensor]:
+        decoder.start(ids[:5], features[:5])
+        decoder.observe(ids[5:7], features[4:6])
+        return [*decoder.begin(), *(logits for level in levels for logits in decoder.expand(*level).clone())]
+
+    # Nodes 1, 2, 3 below the root; 4 below 2; then in one call 5 below 1 and 6 below the root; 7 below 4.
+    root, *nodes = grow(([7, 8, 9], [0, 0, 0]), ([10], [2]), ([11, 12], [1, 0]), ([20], [4]))
+    paths = [[7], [8], [9], [8, 10], [7, 11], [12], [8, 10, 20]]
+    for logits, path in zip(nodes, paths, strict=True):
+        chain = grow(*(([token], [node]) for node, token in enumerate(path)))
+        torch.testing.assert_close(chain[0], root, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits, chain[-1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(nodes[3], nodes[4], atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "attention" in options_of(kind)])
 def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
     """In the loss, its gradients and the drafts; one that is shorter changes all three."""

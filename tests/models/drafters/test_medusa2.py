@@ -128,9 +128,6 @@ def test_only_the_heads_are_trained_in_the_warm_up() -> None:
     torch.testing.assert_close(behind.depth_loss_sum, output.depth_loss_sum)
 
 
-# ---- training ----
-
-
 # ---- loading ----
 
 
@@ -155,6 +152,3 @@ def test_repeated_loading_merges_the_lora_once(tmp_path: Path) -> None:
     remove(target)
     assert [name for name, _ in target.named_parameters()] == [name for name, _ in original.named_parameters()]
     torch.testing.assert_close(run_target(target, ids), run_target(original, ids), atol=1e-5, rtol=1e-5)
-
-
-# ---- mistakes ----

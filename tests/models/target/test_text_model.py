@@ -118,23 +118,6 @@ def test_rope_of_full_attention_layers_is_used(
         torch.testing.assert_close(ours, theirs)
 
 
-OLD_NAMES = {
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
-    "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
-    "gpt_bigcode": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
-    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4},
-    "mpt": {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 128},
-    "xglm": {"d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48},
-    "opt": {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
-    },
-}
-
-
 def test_soft_caps_and_sinks_use_eager_attention(tmp_path: Path) -> None:
     """The loaded target has the logits of transformers' eager attention with the cap; scores are far beyond it."""
     torch.manual_seed(0)
@@ -168,7 +151,8 @@ def test_attention_of_other_targets(tmp_path: Path) -> None:
 
 def test_features_of_a_decoder_inside_the_base_model() -> None:
     """OPT's LM head reads its decoder, called without the base model's forward."""
-    config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES["opt"])
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, pad_token_id=0, ffn_dim=48, **sizes)
     target = text_model.AutoModelForCausalLM.from_config(config).double().eval()
     ids = torch.randint(3, VOCABULARY, (1, 9))
     with torch.no_grad():
@@ -179,7 +163,7 @@ def test_features_of_a_decoder_inside_the_base_model() -> None:
 
 def test_alibi_by_cache_columns_is_refused() -> None:
     """MPT's ALiBi counts columns of the cache, but a tree has several nodes at one position."""
-    config = AutoConfig.for_model("mpt", vocab_size=VOCABULARY, **OLD_NAMES["mpt"])
+    config = AutoConfig.for_model("mpt", vocab_size=VOCABULARY, d_model=32, n_layers=4, n_heads=4, max_seq_len=128)
     target = text_model.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.* without ALiBi"):
         TargetSession(target, 32)
