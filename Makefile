@@ -178,7 +178,6 @@ unit: $(READY)
 
 nightly: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
-	DRAFTSMITH_FUZZ="1 4" $(BIN)/python -m pytest tests/cli/test_fuzz.py
 	$(MAKE) mutants
 
 # Mistakes that the fast tests must catch, each made in a copy of the tree.

@@ -13,8 +13,15 @@ from math import isfinite
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.cli.data_checks import check_engine_options, check_source, check_template, check_tokens, get_expected
-from draftsmith.cli.diagnosis import Diagnosis, Finding
+from draftsmith.cli.data_checks import (
+    Diagnosis,
+    Finding,
+    check_engine_options,
+    check_source,
+    check_template,
+    check_tokens,
+    get_expected,
+)
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
@@ -113,8 +120,7 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
         )
         yield Finding("dtype", "warning", sentence)
     elif target.dtype == torch.float32 and has_kernels() and is_large:
-        half = "float32; in bfloat16 a step reads half as many bytes, and sums are in float32 in both"
-        yield Finding("dtype", "ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
+        yield Finding("dtype", "ok", "float32; target.dtype=bfloat16 reads half as many bytes a step when decoding")
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:

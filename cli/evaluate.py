@@ -30,7 +30,7 @@ from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.engines.load_test import load_engine_measurements
 from draftsmith.eval.report import sentences
 from draftsmith.eval.report.page.page import write_report
-from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures, seed_spread
+from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
@@ -200,16 +200,6 @@ def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_em
     """Print the result in the terminal, and why it is so; the embedded target's speedups are not those of others."""
     title, headings, cells = sentences.result_table(summary, timing)
     print_table(headings, cells, title)
-    if over_seeds := seed_spread(summary):
-        rows = [
-            (
-                *(row["method"], f"{row['temperature']:g}", row["seeds"]),
-                *(f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup")),
-            )
-            for row in over_seeds
-        ]
-        title = "over training seeds (mean ± standard deviation)"
-        print_table(("method", "T", "seeds", "tau", "speedup"), rows, title)
     # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.
     why = [f"{sentences.EMBEDDED_MEANING}."] if is_embedded else sentences.baseline_sentences(baseline)
     for sentence in (f"{sentences.WHY}.", *why):

@@ -361,10 +361,6 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
     ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Dtype of the published weights; default: as trained."),
-    ] = None,
     data: Annotated[
         bool, typer.Option("--data", help="Publish the distilled conversations, as a dataset, and no drafter.")
     ] = False,
@@ -374,16 +370,11 @@ def push(
 ) -> None:
     """Publish the drafter on the Hub, with its recipe, figures, proof and model card; or the distilled answers."""
     loaded = load_recipe(recipe, overrides)
-    import torch
-
     from draftsmith.cli.push import push as send
 
-    if data and dtype:
-        raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
     answers = f"answers of {loaded.answering_target.display_name}"
     heading("push", f"{loaded.name}: {answers if data else f'{loaded.drafter.kind} drafter for {loaded.target.model}'}")
-    weights = None if dtype is None else getattr(torch, dtype)
-    tell(send(loaded, repo, revision, public, base_model, license_id, weights, data, dry_run))
+    tell(send(loaded, repo, revision, public, base_model, license_id, data, dry_run))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")
@@ -459,18 +450,6 @@ def plan(
         float | None,
         typer.Option(min=0.001, help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
     ] = None,
-    utilisation: Annotated[
-        float,
-        typer.Option(min=0.001, max=1, help="Assumed share of the peak TFLOP/s that training reaches, for its hours."),
-    ] = 0.4,
-    labelled_share: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=1,
-            help="Share of the tokens that carry loss, with full sequences; default: that of the run's data.",
-        ),
-    ] = None,
     processes: Annotated[
         int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
@@ -483,9 +462,7 @@ def plan(
     from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 
     heading("plan", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    planned = make_plan(
-        loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes, measure)
-    )
+    planned = make_plan(loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, processes, measure))
     tell(asdict(planned))
     show_plan(planned, console)
     print_next_command("doctor", recipe, overrides)

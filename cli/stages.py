@@ -35,7 +35,6 @@ NOT_OF_THE_DATA = {
     "packing",
     "tokenize_processes",
     "eval_rows_frac",
-    "train_answer_tokens",
     "features",
     "loops",
     "reasoning",

@@ -181,12 +181,6 @@ class DataRecipe(Section):
         description="share of the conversations to hold out of training, chosen by a hash of each; accuracy by "
         "depth and a chain's tau are measured on them at the end, and during training with `train.eval_strategy`",
     )
-    train_answer_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="train on a part of the data with this number of answer tokens, chosen by a hash, so that a "
-        "smaller part is contained in every larger one; by default on all of it",
-    )
     tokenize_processes: int | None = Field(
         None, ge=1, description="number of processes that tokenize; by default one per processor, at most 8"
     )

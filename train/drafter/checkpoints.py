@@ -11,11 +11,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_atomically
-from draftsmith.models.target.loading import device_sentence
 from draftsmith.train.processes.launch import Launch
 
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
@@ -31,7 +28,6 @@ class Manifest:
     launch: str
     processes: int
     files: dict[str, str]
-    device: str  # of the first process
 
 
 def _fingerprint(file: Path) -> str:
@@ -40,23 +36,11 @@ def _fingerprint(file: Path) -> str:
     return f"{size} bytes" if size > HASHED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def write_manifest(checkpoint: Path, launch: Launch, device: torch.device) -> None:
+def write_manifest(checkpoint: Path, launch: Launch) -> None:
     """Write down which files a checkpoint has, once all processes have written theirs."""
     files = {str(path.relative_to(checkpoint)): _fingerprint(path) for path in checkpoint.rglob("*") if path.is_file()}
-    manifest = Manifest(launch.name, launch.processes, files, _describe(device))
+    manifest = Manifest(launch.name, launch.processes, files)
     write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
-
-
-def _describe(device: torch.device) -> str:
-    return device_sentence(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-
-
-def device_note(checkpoint: Path, device: torch.device) -> str | None:
-    """Return a sentence if a checkpoint was written with another device, version of torch or number of threads."""
-    before, now = read_json(checkpoint / MANIFEST, Manifest, "").device, _describe(device)
-    if before == now:
-        return None
-    return f"{checkpoint} was written with {before}, this is {now}: the weights will be the same up to rounding only"
 
 
 def describe_damage(checkpoint: Path) -> str | None:

@@ -1,8 +1,8 @@
 """Training examples: the held-out split, packing, batches, and the metrics of a drafter on held-out examples.
 
 Conversations are ordered by a hash of their tokens: the first ones are held out, training takes the following ones. So
-adding data moves no conversation to the other side, parts of the data are nested, and drafters trained on any part are
-measured on the same examples. All examples of a conversation (some templates give several) are on the same side.
+adding data moves no conversation to the other side, and drafters trained on any part of the data are measured on the
+same examples. All examples of a conversation (some templates give several) are on the same side.
 
 Packing puts several conversations into one row, so that almost nothing of a batch is padding. The conversations of a
 row are chosen once, by their lengths alone (best-fit decreasing). Position ids restart with each document: from that
@@ -33,7 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
+from draftsmith.data.distill.token_dataset import first_rows_of_conversations, row_lengths
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
@@ -50,9 +50,7 @@ ERROR = "error"
 EMPTY_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
 
-def split_rows(
-    tokens: Dataset, eval_rows_frac: float, answer_tokens: int | None = None
-) -> tuple[Dataset, Dataset | None]:
+def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset | None]:
     """Split the examples into training and held-out ones, all with their numbers (`ROWS_COLUMN`).
 
     Held-out answers have loss on their copies too (`with_copies`).
@@ -60,35 +58,24 @@ def split_rows(
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
         eval_rows_frac: Approximate share of all conversations to hold out.
-        answer_tokens: Train only on the first examples with this many tokens with loss; None: on all.
 
     Raises:
-        UserError: One side would be empty, or there are fewer answer tokens.
+        UserError: One side would be empty.
     """
     numbered = tokens.add_column(ROWS_COLUMN, [[row] for row in range(len(tokens))])
-    if not eval_rows_frac and answer_tokens is None:
+    if not eval_rows_frac:
         return numbered, None
     rows = tokens.with_format("numpy", columns=["input_ids"])["input_ids"]
     begins = first_rows_of_conversations(tokens)
     of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
     places = np.array([of_first[row] for row in begins])
     out = places < eval_rows_frac
-    if eval_rows_frac and (out.all() or not out.any()):
+    if out.all() or not out.any():
         raise UserError(
             f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves {int((~out).sum())} to train on "
             f"and {int(out.sum())} to evaluate on: choose a share that leaves some of both"
         )
-    to_train = np.flatnonzero(~out)
-    if answer_tokens is not None:
-        by_place = to_train[np.argsort(places[to_train], kind="stable")]
-        held = np.array(answer_lengths(tokens))[by_place].cumsum()
-        if answer_tokens > held[-1]:
-            raise UserError(
-                f"key `data.train_answer_tokens`: {answer_tokens:,} are wanted, but the rows to train on hold "
-                f"{held[-1]:,}: distil more, or leave the key out to train on all"
-            )
-        to_train = np.sort(by_place[: np.searchsorted(held, answer_tokens) + 1])
-    return numbered.select(to_train), _whole_answers(numbered.select(np.flatnonzero(out))) if eval_rows_frac else None
+    return numbered.select(np.flatnonzero(~out)), _whole_answers(numbered.select(np.flatnonzero(out)))
 
 
 def _whole_answers(heldout: Dataset) -> Dataset:

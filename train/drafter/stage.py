@@ -41,7 +41,6 @@ from draftsmith.recipes.run_folder import (
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
-    device_note,
     newest_checkpoint,
     set_damaged_aside,
 )
@@ -88,7 +87,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if not online:
         check_offline_support(recipe)
     tokens = load_tokens(run, recipe.name)
-    to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
+    to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac)
     if args.eval_strategy != "no" and to_eval is None:
         raise UserError(
             f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
@@ -243,8 +242,6 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     check_same_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
-        if (note := device_note(checkpoint, trainer.args.device)) is not None:
-            print(note)
     return checkpoint
 
 
@@ -268,7 +265,6 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
         "data.features.autocast": features.autocast or None,
         "data (its tokens)": tokens_hash(tokens),
         "data.eval_rows_frac": data.eval_rows_frac or None,
-        "data.train_answer_tokens": data.train_answer_tokens,
         "data.packing, rows of": data.max_length_tokens if data.packing else None,
         "drafter.init (its weights)": None if begun_from is None else " ".join(weights_sha256(begun_from).values()),
     }

@@ -323,7 +323,7 @@ class DrafterTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            write_manifest(checkpoint, self._launch, self.args.device)
+            write_manifest(checkpoint, self._launch)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 

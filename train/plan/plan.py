@@ -22,7 +22,6 @@ from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
-from draftsmith.models.base.draft_vocab import supervised_token_counts
 from draftsmith.models.kernels.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import target_device
@@ -35,9 +34,9 @@ from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
 from draftsmith.train.plan.measure import MeasuredStep, measure_step
 
+UTILISATION = 0.4  # assumed share of the peak TFLOP/s that training reaches
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
-GROUPS = ("parameters", "vocabulary", "memory", "disk", "time")
-DRAFT_VOCABULARIES = (8192, 16384, 32768)
+GROUPS = ("parameters", "memory", "disk", "time")
 # Parts of a training's memory: what each is, and lines of a recipe that make it smaller.
 PARTS = {
     "target": (
@@ -72,7 +71,6 @@ class Plan:
 
     name: str
     parameters: list[Line]
-    vocabulary: list[Line]
     memory: list[Line]
     kept_bytes: int
     disk: list[Line]
@@ -89,8 +87,6 @@ class PlanOptions:
     memory_gib: float | None = None
     peak_tflops: float | None = None
     memory_gb_per_s: float | None = None
-    utilisation: float = 0.4
-    labelled_share: float | None = None
     processes: int = 1
     measure: bool = False
 
@@ -102,7 +98,7 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
         UserError: The target's config cannot be read, or a key is wrong.
     """
     args, tokens = recipe_arguments(recipe, options.processes), _train_tokens(recipe)
-    length, labelled, how = training_rows(recipe, tokens, options.labelled_share)
+    length, labelled, how = training_rows(recipe, tokens)
     answers, conversations = count_answers(recipe), recipe.data.conversations.limit
     if answers is not None:
         conversations = len(answers)
@@ -141,7 +137,6 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
     return Plan(
         name=recipe.name,
         parameters=parameters,
-        vocabulary=vocabulary_lines(tokens, cost),
         memory=memory,
         kept_bytes=cost.kept_bytes,
         disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
@@ -177,19 +172,18 @@ def _train_tokens(recipe: Recipe) -> Dataset | None:
     if not (RunFolder(recipe).data / "tokens").is_dir():
         return None
     tokens = load_tokens(RunFolder(recipe), recipe.name)
-    return split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)[0]
+    return split_rows(tokens, recipe.data.eval_rows_frac)[0]
 
 
-def training_rows(recipe: Recipe, tokens: Dataset | None, labelled_share: float | None = None) -> tuple[int, int, str]:
+def training_rows(recipe: Recipe, tokens: Dataset | None) -> tuple[int, int, str]:
     """Return the tokens and the labels of the largest possible row, and where they come from.
 
     All rows of a batch count as long as the longest of the distilled tokens, with the most labels, packed where the
-    recipe packs them. Without any, or with a `labelled_share`, rows have `data.max_length_tokens`.
+    recipe packs them. Without any, rows have `data.max_length_tokens`, all with loss.
     """
-    length, share = recipe.data.max_length_tokens, labelled_share or 1.0
-    if tokens is None or labelled_share is not None:
-        how = f"assumed: {share:.0%} of data.max_length_tokens labelled (--labelled-share)"
-        return length, round(share * length), how
+    length = recipe.data.max_length_tokens
+    if tokens is None:
+        return length, length, "assumed: data.max_length_tokens, all with loss"
     lengths, labels = row_lengths(tokens), answer_lengths(tokens)
     rows = pack_by_length(lengths, length if recipe.data.packing else 0)
     longest, most = (max(sum(each[i] for i in row) for row in rows) for each in (lengths, labels))
@@ -206,22 +200,6 @@ def count_answers(recipe: Recipe) -> list[int] | None:
         return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(lenient)]
     except UserError:  # reported by doctor and distill
         return None
-
-
-def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
-    """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
-    output, own_heads = cost.target.get_output_embeddings(), cost.drafter.own_heads
-    if tokens is None:  # not distilled yet
-        return []
-    counts_v = supervised_token_counts(tokens, output.weight.shape[0])
-    sums_v = counts_v.sort(descending=True).values.cumsum(0)
-    row_bytes = sum(head.weight.shape[1] * head.weight.element_size() for head in own_heads or [output])
-    lines = []
-    for size in (*(size for size in DRAFT_VOCABULARIES if size < len(counts_v)), len(counts_v)):
-        option, share = size if size < len(counts_v) else "null", sums_v[size - 1] / sums_v[-1].clamp(min=1)
-        how = f"{share:.2%} of the answers' tokens: drafter.options.draft_vocab_size={option}"
-        lines.append(Line(f"LM head of {size:,} tokens", size * row_bytes, "bytes", how))
-    return lines
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> Line:
@@ -262,12 +240,12 @@ def _times(
     together = f"{num} processes" if num > 1 else "one process"
 
     def flops_per_s(dtype: torch.dtype) -> float:
-        return options.utilisation * (matmul_flops_per_s(device, dtype) if given is None else given * 1e12)
+        return UTILISATION * (matmul_flops_per_s(device, dtype) if given is None else given * 1e12)
 
     target_rate, drafter_rate = flops_per_s(target.dtype), flops_per_s(half_dtype(args) or cost.drafter.dtype)
     rate = cost.tokens / (cost.target_flops / target_rate + cost.drafter_flops / drafter_rate)
     source = f"measured on this {device.type}" if given is None else f"--peak-tflops {given:g}"
-    how = f"of one process: {source}, x utilisation {options.utilisation:g} (--utilisation)"
+    how = f"of one process: {source}, of which training reaches {UTILISATION:.0%}"
     if step is not None:
         rate, how = step.tokens_per_s, f"of one process: measured on this {step.device}"
     lines = [Line("training", rate, "tokens/s", how)]

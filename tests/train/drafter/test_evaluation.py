@@ -112,29 +112,6 @@ def test_conversation_is_not_split_between_training_and_held_out() -> None:
     assert tokens_hash(tokens) != tokens_hash(tokens.remove_columns("conversation"))
 
 
-def test_smaller_training_parts_are_nested() -> None:
-    tokens = token_rows((*range(9, 60), 12, 14))
-    labels = [sum(mask) for mask in tokens["loss_mask"]]
-    _, kept = split_rows(tokens, 0.4)
-    assert kept is not None
-    parts = []
-    for size in (8, 30, 90):
-        part, kept_beside_it = split_rows(tokens, 0.4, size)
-        rows = [row for (row,) in part[ROWS_COLUMN]]
-        assert rows == sorted(rows)
-        assert part["input_ids"] == [tokens["input_ids"][row] for row in rows]
-        assert size <= sum(labels[row] for row in rows) < size + max(labels)
-        assert kept_beside_it is not None
-        assert kept_beside_it[ROWS_COLUMN] == kept[ROWS_COLUMN]
-        assert not {row for (row,) in kept[ROWS_COLUMN]} & set(rows)
-        parts.append(set(rows))
-    assert parts[0] < parts[1] < parts[2]
-    with pytest.raises(
-        UserError, match=r"`data\.train_answer_tokens`: 50,000 are wanted, but the rows to train on hold"
-    ):
-        split_rows(tokens, 0.4, 50_000)
-
-
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     """Noise is drawn in every step: a random number drawn by an evaluation would show. `never` evaluates at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 1}
