@@ -1,18 +1,25 @@
-"""The `draftsmith` command: its group, the arguments that commands share, and the command to run next."""
+"""The `draftsmith` command: its group, the arguments that commands share, and the commands that measure.
+
+A command imports its modules after its recipe is read, so that `--help` and a mistyped recipe respond immediately.
+"""
 
 import shlex
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from draftsmith.cli.console import JSON, PANELS, QUIET, WithTerminalOptions, console
-from draftsmith.errors import masked
+from draftsmith.cli.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
+from draftsmith.cli.stages import compare as measure_together
+from draftsmith.cli.stages import measured_result, run_eval, with_seeds
+from draftsmith.errors import UserError, masked
 from draftsmith.provenance import versions
+from draftsmith.recipes.loading import load_compared, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, check_name
 
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
@@ -100,3 +107,172 @@ def _program() -> str:
 def print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
     words = [_program(), command, str(recipe), *(overrides or [])]
     console.print(f"Next: {masked(shlex.join(words))}", markup=False)
+
+
+# ---- commands that measure ----
+
+
+@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup")
+def evaluate_command(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
+    ] = 1,
+) -> None:
+    """Measure how much faster the drafter makes the target, and write report.html."""
+    loaded = load_recipe(recipe, overrides)
+    run_eval(loaded, processes=processes)
+    tell(measured_result(loaded))
+    print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Measure the drafter in an engine")
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    *,
+    engine: Annotated[
+        Literal["vllm", "sglang", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
+    ],
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1,4."
+        ),
+    ] = None,
+    questions_per_request: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ask N questions a concurrent one, at least 8, in place of all at each concurrency."),
+    ] = None,
+    ngram: Annotated[
+        bool, typer.Option(help="Also measure the engine's own n-gram lookups, which need no drafter.")
+    ] = False,
+    engine_options: Annotated[
+        str | None,
+        typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
+    ] = None,
+    plain_server: Annotated[
+        str | None, typer.Option(help="URL of a running server of the target without the drafter.")
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="Name of the target on these servers, if they serve several models.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
+    ] = None,
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(
+            help="With llamacpp: path of llama-server; default: the one on PATH, or from `make llamacpp-env`."
+        ),
+    ] = None,
+    target_gguf: Annotated[
+        Path | None, typer.Option(help="With llamacpp: the target's GGUF file; default: the recipe's target.gguf_file.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With llamacpp: dtype of the drafter: f32, f16, bf16 (default), q8_0 or q4_0.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="With llamacpp: maximum number of draft tokens per round; default: as trained."),
+    ] = None,
+) -> None:
+    """Measure tokens/s, first tokens and acceptance in an engine, and check that it accepts what draftsmith accepts."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.engine_bench import ServingOptions
+    from draftsmith.cli.engine_bench import bench as measure_in_engine
+
+    options = ServingOptions(
+        engine, concurrency, questions_per_request, ngram, engine_options, server, plain_server, server_model,
+        api_key_env, llama_server, target_gguf, dtype, draft_tokens,
+    )  # fmt: skip
+    heading("bench", f"{loaded.name} in {engine}")
+    tell(asdict(measure_in_engine(loaded, options)))
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
+def report(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Write the tables and report again from the records of `eval`."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.evaluate import report_again
+
+    report_again(loaded)
+    tell(measured_result(loaded))
+    print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree here")
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions to tune on.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each of the best trees.")] = 5,
+) -> None:
+    """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.tune import tune as find_tree
+
+    heading("tune", f"{loaded.name}: {loaded.target.model}")
+    tuned = find_tree(loaded, questions, new_tokens, turns)
+    tell(tuned.as_json())
+    tuned.show()
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Prove that outputs are unchanged")
+def prove(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of questions to use; only the first turn of each.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sampled answers per question.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 48,
+) -> None:
+    """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
+    loaded = load_recipe(recipe, overrides)
+    from draftsmith.cli.prove import prove as collect_evidence
+    from draftsmith.cli.prove import show_proof
+
+    heading("prove", f"{loaded.name}: {loaded.target.model}")
+    proof = collect_evidence(loaded, prompts, samples, new_tokens)
+    tell(proof.as_json())
+    show_proof(proof)
+    if not proof.holds:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=TRAIN, short_help="Train and measure several drafters")
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE ... [section.key=value ...]",
+            help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
+            '"quickstart drafter.kind=eagle".',
+        ),
+    ],
+    name: Annotated[
+        str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
+    ] = "comparison",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
+) -> None:
+    """Train several drafters on the same data and measure them side by side."""
+    if (Path(recipes[0]) / "eval" / "records.jsonl").is_file():
+        raise UserError(
+            f"compare got the run folder {recipes[0]}: give {recipes[0]}/recipe.yaml, so that all are measured in one "
+            "process; what is trained is not trained again"
+        )
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise UserError(f"option --name: {error}, not {name!r}") from None
+    loaded, named = load_compared(recipes)
+    words = ["draftsmith", "compare", *recipes, "--name", name]
+    words += [] if seeds == 1 else ["--seeds", str(seeds)]
+    rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
+    tell(rows)
+    print_next_steps(*measured)

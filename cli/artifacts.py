@@ -299,9 +299,8 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     if recorded_settings(recipe).drafter_weights != drafter_weights(measured):
         return None
     own = {m.name for m in measured.eval.methods if m.kind == DRAFTER_KIND and m.drafter is None}
-    timed = {(row["method"], row["temperature"]): row for row in measurement.timing}
     rows = [
-        row | {"acceptance_by_depth": timed[row["method"], row["temperature"]]["acceptance_by_depth"]}
+        row
         for row in measurement.summary
         if row["category"] == OVERALL and row["method"] in own and row["tau"] is not None
     ]

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -211,7 +210,10 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
             stdout.write(_json_text(results[-1]))
             stdout.flush()
         elif results and json_place is not None:
-            write_json(file, results[-1])
+            if file.is_symlink() or (file.exists() and not file.is_file()):  # a device such as /dev/stdout
+                file.write_text(_json_text(results[-1]), encoding="utf-8")
+            else:
+                write_atomically(file, _json_text(results[-1]))
 
     with ExitStack() as stack:
         stack.callback(_results.reset, token)
@@ -248,14 +250,6 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 def tell(values: Any) -> None:
     """Store a command's results for `--json`; a later call replaces them."""
     _results.get([]).append(values)
-
-
-def write_json(file: Path, values: Any) -> None:
-    """Write values as JSON to a file; a device such as /dev/stdout is written to, not replaced."""
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        file.write_text(_json_text(values), encoding="utf-8")
-    else:
-        write_atomically(file, _json_text(values))
 
 
 def _json_text(values: Any) -> str:

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 import typer
 import yaml
 
-from draftsmith.cli import measuring  # noqa: F401  (it registers its commands)
 from draftsmith.cli.app import (
     DATA,
     SHIP,

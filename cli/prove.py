@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterable
 
 import torch
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,6 +33,7 @@ from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_me
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession, open_session
+from draftsmith.eval.report.sentences import proof_sentence
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.files import write_atomically
 from draftsmith.models.sampling import Sampling
@@ -174,9 +174,6 @@ def chi_square_uniform(u: Tensor) -> tuple[float, float]:
 
 def show_proof(proof: Proof) -> None:
     """Print the evidence and the verdict."""
-    headings = ("method", "prompts", "tokens", "different answers", "numerical ties", "holds")
-    rows = [(g.method, g.prompts, g.tokens, len(g.divergences), g.ties, _yes(g.holds)) for g in proof.greedy]
-    print_table(headings, rows, "greedy identity")
     for greedy in proof.greedy:
         for each in greedy.divergences:
             console.print(
@@ -184,18 +181,10 @@ def show_proof(proof: Proof) -> None:
                 f"{each.expected}; its logit is {each.gap:.2e} below the largest, noise {each.noise:.2e}: "
                 + ("a tie" if each.is_tie else "[bold red]no tie[/bold red], another token than the target's own")
             )
-    columns = ("method", "T", "tokens", "impossible", f"chi-square ({BINS - 1} df)", "p-value", "holds")
-    tested = [
-        (d.method, f"{d.temperature:g}", d.tokens, d.impossible, f"{d.chi_square:.1f}", f"{d.p_value:.3f}",
-         _yes(d.holds(proof.significance)))
-        for d in proof.distribution
-    ]  # fmt: skip
-    print_table(columns, tested, "distribution of sampled tokens")
-    console.print(f"verifier, by enumeration: largest error {proof.enumeration_error:.1e}")
-    if proof.left_out:
-        console.print(f"left out, as a lenience below 1 is not lossless: {', '.join(proof.left_out)}", style="bold")
-    console.print("[bold]proved[/bold]" if proof.holds else "[bold red]NOT PROVED[/bold red]")
-
-
-def _yes(holds: bool) -> Text:
-    return Text("yes") if holds else Text("NO", "bold red")
+    rows = [(each.method, each.tokens, each.holds) for each in proof.greedy]
+    rows += [
+        (f"{each.method} at T = {each.temperature:g}", each.tokens, each.holds(proof.significance))
+        for each in proof.distribution
+    ]
+    print_table(("method", "tokens", "holds"), [(*row, "yes" if holds else "NO") for *row, holds in rows])
+    console.print(proof_sentence(proof.as_json()), style="bold" if proof.holds else "bold red", markup=False)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-FIXTURES = ("support.tiny_runs", "support.finished_run", "support.tiny_disk", "support.openai_setup")
+FIXTURES = ("support.tiny_runs", "support.finished_run", "support.openai_setup")
 
 
 def pytest_configure(config: pytest.Config) -> None:

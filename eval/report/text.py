@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.question_sets import set_name
 from draftsmith.results import portable
 
 NOT_LOSSLESS = "not lossless"  # a method with lenience
@@ -64,11 +63,6 @@ def place_name(source: str) -> str:
     if is_path or source.count("/") > 1 or Path(source).suffix in (".jsonl", ".json"):
         return Path(source).name
     return source
-
-
-def question_names(questions: str | list[str]) -> str:
-    """Return the names of the sets of questions, without local folders."""
-    return ", ".join(map(set_name, [questions] if isinstance(questions, str) else questions))
 
 
 def drafter_name(folder: str) -> str:

@@ -1,15 +1,20 @@
-"""SIGTERM and Ctrl-C end a measurement with one sentence; it resumes where it stopped, with equal answers."""
+"""An interrupted measurement resumes where it stopped, with equal answers, and only with equal settings."""
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.finished_run import FinishedRun
 
+from draftsmith.cli.artifacts import measurement_settings
 from draftsmith.errors import INTERRUPTED
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe
 
 
 def read_answers(run: FinishedRun) -> dict[tuple[int, Any], Any]:
@@ -55,3 +60,16 @@ def test_interrupted_measurement_resumes(
     assert bool(kept) == (where == "after a record")
     finished.done("eval")
     assert read_answers(finished) == whole
+
+
+def with_method(kind: str, **options: object) -> Recipe:
+    return Recipe(name="x", eval=EvalRecipe(methods=[MethodConfig(name="m", kind=kind, options=options)]))
+
+
+def test_changed_draft_model_in_the_same_folder_is_detected(tmp_path: Path) -> None:
+    recipes = with_method("draft_model", model=str(tmp_path)), with_method("specinfer", models=[str(tmp_path)])
+    hashes = []
+    for value in (0.0, 1.0):
+        save_file({"weight": torch.full((4,), value)}, tmp_path / "model.safetensors")
+        hashes.append([measurement_settings(recipe)["method_weights"] for recipe in recipes])
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]

@@ -136,16 +136,6 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], d
     assert str(caught.value) == f"{tmp_path} was started with {difference}: {WAY_OUT}"
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
-def test_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "settings.json"
-    file.write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"settings.json is damaged or of another version: delete the folder .* to train again"
-    ):
-        check_settings(file, SETTINGS, "train again")
-
-
 def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:
     write_settings(tmp_path / "settings.json", SETTINGS)
     without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}

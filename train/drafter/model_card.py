@@ -13,8 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +60,8 @@ def write_drafter_card(
     """Write the model card of the run's drafter; return its file, or None if a user's own card is kept.
 
     Args:
-        figures: `rows` of the summary, one a method at one temperature, each with its `acceptance_by_depth` where it
-            was timed; the `machine`, the `questions`, their `dataset` and the `command` that they were measured with;
-            None without a measurement of these weights.
+        figures: `rows` of the summary, one a method at one temperature; the `machine`, the `questions`, their `dataset`
+            and the `command` that they were measured with; None without a measurement of these weights.
         proof: Result of `draftsmith prove` for these weights.
         publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
     """
@@ -99,7 +96,6 @@ def write_drafter_card(
         training=training,
         start=None if training is None or training.start is None else start_sentence(training.start),
         figures=figures,
-        acceptance=_acceptance(figures),
         proof=proof,
         publication=publication,
         papers=_papers(recipe.drafter.kind),
@@ -152,21 +148,6 @@ def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
                 metric_name=f"{name}, {which}{which_mean}",
                 metric_value=round(value, 3),
             )
-
-
-def _acceptance(figures: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return by depth the acceptance rate of the rounds that reached it, and of all rounds."""
-    rows = [] if figures is None else figures["rows"]
-    return [
-        {
-            "method": row["method"],
-            "temperature": row["temperature"],
-            "conditional": row["acceptance_by_depth"],
-            "marginal": list(accumulate(row["acceptance_by_depth"], mul)),
-        }
-        for row in rows
-        if row.get("acceptance_by_depth")
-    ]
 
 
 def _is_hub_id(name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from draftsmith.data.sources.question_sets import set_name
 from draftsmith.eval.report import sentences, text
 from draftsmith.eval.report.page import comparisons
 from draftsmith.eval.report.summary import (
@@ -20,7 +21,7 @@ from draftsmith.eval.report.summary import (
     seed_spread,
 )
 from draftsmith.files import write_atomically
-from draftsmith.recipes.schema import DRAFTER_KIND
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Titles in the table of contents, by section; a section's name is that of its template and its anchor.
@@ -89,7 +90,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lossless": sentences.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
-        "questions_name": text.question_names(recipe["eval"]["questions"]),
+        "questions_name": ", ".join(map(set_name, EvalRecipe.model_validate(recipe["eval"]).question_sets)),
         "command": text.without_places(facts["command"], root),
         "proof": sentences.proof_sentence(proof),
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],

@@ -15,31 +15,28 @@ VOID = {"meta", "br", "img", "hr", "link", "input"}
 
 
 class Elements(HTMLParser):
-    """Parser that collects every element with its attributes and ancestors, and all text."""
+    """Parser that collects every element with its attributes, and all text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str], list[tuple[str, dict[str, str]]]]] = []
+        self.found: list[tuple[str, dict[str, str]]] = []
         self.texts: list[str] = []
-        self.open: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         values = {key: value or "" for key, value in attributes}
-        self.found.append((tag, values, list(self.open)))
+        self.found.append((tag, values))
         if tag not in VOID:
-            self.open.append((tag, values))
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, {key: value or "" for key, value in attributes}, list(self.open)))
+            self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"
-        assert self.open[-1][0] == tag, f"</{tag}> closes {self.open[-1]}"
+        assert self.open[-1] == tag, f"</{tag}> closes {self.open[-1]}"
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1][0] not in ("style", "script"):
+        if self.open and self.open[-1] not in ("style", "script"):
             self.texts.append(data)
 
 
@@ -56,9 +53,9 @@ def elements(page: str) -> Elements:
 
 
 def test_every_section_exists_and_is_linked(elements: Elements) -> None:
-    ids = [values["id"] for _, values, _ in elements.found if "id" in values]
+    ids = [values["id"] for _, values in elements.found if "id" in values]
     assert ids == [name for name in SECTIONS if name not in ("vocabulary", "served")]
-    links = [values["href"] for tag, values, _ in elements.found if tag == "a"]
+    links = [values["href"] for tag, values in elements.found if tag == "a"]
     assert links == [f"#{name}" for name in ids]
     assert not elements.open
 
@@ -104,7 +101,7 @@ def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
 
 
 def test_page_loads_no_other_file(page: str, elements: Elements) -> None:
-    for tag, values, _ in elements.found:
+    for tag, values in elements.found:
         assert tag not in ("link", "iframe", "object", "embed", "base")
         assert "src" not in values
         assert tag == "a" or "href" not in values
