@@ -79,8 +79,12 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     if without_header := missing_header_sentence(tokenizer):
         console.print(f"warning: {without_header}", markup=False)
 
-    weights, limits = weights_hash(answering), target_limits(load_target_config(answering))
-    report = distill(recipe, tokenizer, folder, weights, retry_failed, limits=limits)
+    weights, limits, features = weights_hash(answering), target_limits(load_target_config(answering)), None
+    if recipe.data.distill.features:
+        from draftsmith.train.features.serving import check_answering_servers
+
+        features = check_answering_servers(recipe, tokenizer)
+    report = distill(recipe, tokenizer, folder, weights, retry_failed, limits=limits, features=features)
     console.print(report.sentence(), markup=False)
     if report.left:  # to the launch's other processes
         return {"conversations": report.as_json()}
@@ -107,7 +111,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
     if not projection.missing:
         return {**figures, "written_bytes": 0}
-    projection.check_disk_space()
+    projection.index.check_disk_space(projection.folder)
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
             f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "

@@ -90,9 +90,16 @@ class DistillRecipe(Section):
         description="an answer that reaches max_new_tokens ends its conversation; `keep`: train on its tokens, "
         "without an end token; `drop`: leave it out",
     )
+    features: bool = Field(
+        False,
+        description="keep the hidden states that servers of `draftsmith serve RECIPE --features` write beside their "
+        "answers, so that training with `data.features.source: server` asks for no row again; needs engine openai",
+    )
 
     @model_validator(mode="after")
     def _check_model(self) -> "DistillRecipe":
+        if self.features and self.engine != "openai":
+            raise ValueError(f"`features` come from servers, which engine openai asks, not {self.engine}")
         if self.model is not None and self.engine not in ("vllm", "transformers"):
             raise ValueError(f"`model` is loaded by the engines vllm and transformers, not by {self.engine}")
         return self

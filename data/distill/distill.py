@@ -139,6 +139,7 @@ def distill(
     weights: str | None = None,
     retry_failed: bool = False,
     limits: TargetLimits | None = None,
+    features: Path | None = None,
 ) -> DistillReport:
     """Rewrite the recipe's conversations with the target, resuming from the results in `folder.data`.
 
@@ -149,6 +150,7 @@ def distill(
         weights: Hash of the weights of the model that answers; a folder is not resumed with others.
         retry_failed: Try conversations again that the engine failed at before.
         limits: Limits of the model that answers; by default unknown.
+        features: As of `EngineSetting`.
 
     Raises:
         UserError: Bad conversations, answers of another target, no chat template, no room for answers, or a folder made
@@ -178,7 +180,7 @@ def distill(
             if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, [conversations[key] for key in waiting], report, bar)
             elif waiting:
-                with open_engine(EngineSetting.of(recipe, tokenizer)) as engine:
+                with open_engine(EngineSetting.of(recipe, tokenizer, features)) as engine:
                     positions = limits.positions
                     _Distillation(
                         recipe, tokenizer, engine, ledger, settings, conversations, report, bar, positions

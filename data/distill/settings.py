@@ -83,7 +83,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         values["data.reasoning_tokens"] = recipe.data.reasoning_tokens
     return {
         **values,
-        **{f"data.distill.{key}": value for key, value in settings.model_dump(exclude={"options"}).items()},
+        **{f"data.distill.{key}": value for key, value in settings.model_dump(exclude={"options", "features"}).items()},
         **answer_options(recipe),
         **target_settings(recipe),
         "the target's weights (hash)": weights,

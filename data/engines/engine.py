@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
@@ -99,18 +100,22 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer."""
+    """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer.
+
+    features: folder for the hidden states that servers write beside their answers; None: they are not asked for.
+    """
 
     recipe: Recipe
     tokenizer: Any
     end_ids: tuple[int, ...]
+    features: Path | None = None
 
     @staticmethod
-    def of(recipe: Recipe, tokenizer: Any) -> EngineSetting:
+    def of(recipe: Recipe, tokenizer: Any, features: Path | None = None) -> EngineSetting:
         """Return the setting of the model that answers for a recipe: `data.distill.model`, by default the target."""
         answering = recipe.model_copy(update={"target": recipe.answering_target})
         end_ids = answer_end_ids(load_generation_config(answering.target), tokenizer)
-        return EngineSetting(answering, tokenizer, tuple(end_ids))
+        return EngineSetting(answering, tokenizer, tuple(end_ids), features)
 
 
 def engine_class(name: str) -> Any:

@@ -18,9 +18,11 @@ Responses are limited in time and size, and checked as far as possible (`openai_
 
 import asyncio
 import base64
+import json
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Coroutine
+from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx2
@@ -28,7 +30,15 @@ import openai
 from pydantic import Field, field_validator
 from tqdm import tqdm
 
-from draftsmith.data.engines.engine import EngineSetting, Failure, GenerationSettings, Outcome, Request
+from draftsmith.data.engines.answer_features import AnswerFeatures
+from draftsmith.data.engines.engine import (
+    Completion,
+    EngineSetting,
+    Failure,
+    GenerationSettings,
+    Outcome,
+    Request,
+)
 from draftsmith.data.engines.openai_answers import (
     BoundedClient,
     RequestRefused,
@@ -145,6 +155,11 @@ class OpenAIEngine:
         self.concurrency = options.concurrency_per_server * len(options.base_urls)
         self.max_length_tokens: int | None = None
         self._model = options.model
+        self.features: AnswerFeatures | None = None
+        if setting.features is not None:
+            data = setting.recipe.data
+            served, keeps_cut = Path(data.features.server.folder), data.distill.cut_answers == "keep"
+            self.features = AnswerFeatures(served, setting.features, data.max_length_tokens, keeps_cut)
         variable = options.api_key_env
         self._api_key = None if variable is None else read_api_key(variable, self.option("api_key_env"))
         self._answers: set[asyncio.Task[tuple[str, Outcome]]] = set()  # in flight, or not collected yet
@@ -175,6 +190,8 @@ class OpenAIEngine:
         """Cancel requests in flight; a second call does nothing."""
         if self._loop.is_closed():
             return
+        if self.features is not None and (lost := self.features.lost):
+            warn(f"hidden states of {len(lost)} answers did not come ({lost[-1]}): training asks for their rows")
         self.run(self._shut_down())
         self._loop.close()
 
@@ -312,7 +329,11 @@ class OpenAIEngine:
             response = await self.response(server, endpoint.create(**self.arguments(request)))
         except RequestRefused as refusal:
             return Failure(str(refusal), is_final=True)
-        return read_answer(response.content, request, self._vocabulary)
+        outcome = read_answer(response.content, request, self._vocabulary)
+        if self.features is not None and isinstance(outcome, Completion):
+            written = (json.loads(response.content).get("kv_transfer_params") or {}).get("hidden_states_path")
+            await asyncio.to_thread(self.features.take, written, request, outcome, request is not self._trial)
+        return outcome
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Return the arguments of the client's `completions.create`.
@@ -339,6 +360,7 @@ class OpenAIEngine:
                 "stop_token_ids": list(self._vocabulary.end_ids),
                 "return_token_ids": True,
             }
+            body |= {"kv_transfer_params": {"include_output_tokens": True}} if self.features is not None else {}
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return arguments | {"extra_body": body}
 

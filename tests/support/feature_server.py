@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server of features: real features of a tiny target, and faults on request."""
+"""A stand-in for a vLLM server of features: real features and greedy answers of a tiny target, faults on request."""
 
 import json
 import threading
@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
+
+ANSWER_TOKENS = 4  # before the end of an answer
 
 
 class FeatureServer:
@@ -29,14 +31,21 @@ class FeatureServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(200, {"object": "list", "data": [{"id": "target", "object": "model"}]})
+
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 status, answer = outer.answer(asked)
                 if status == 0:
                     self.connection.close()
                     return
+                self._send(status, answer)
+
+            def _send(self, status: int, answer: dict[str, Any]) -> None:
                 data = json.dumps(answer).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -60,8 +69,14 @@ class FeatureServer:
         fault = self.fault if self.fault_from <= number < self.fault_until else ""
         if fault in ("busy", "long", "dead"):
             return {"busy": 500, "long": 400, "dead": 0}[fault], {"message": "the prompt is too long"}
-        ids = torch.tensor([asked["prompt"]])
-        with self._lock:  # its hooks are for one forward at a time
+        sent, answer = asked["prompt"], list[int]()
+        with_answer = (asked.get("kv_transfer_params") or {}).get("include_output_tokens", False)
+        with self._lock:  # the hooks of features are for one forward at a time
+            while len(answer) < min(asked["max_tokens"], ANSWER_TOKENS):
+                answer.append(int(self._target(torch.tensor([sent + answer])).logits[0, -1].argmax()))
+            if len(answer) < asked["max_tokens"]:
+                answer.append(asked["stop_token_ids"][0])
+            ids = torch.tensor([(sent + answer)[:-1] if with_answer else sent])
             parts = target_features(self._target, ids, layers=(*self._layers, FINAL_FEATURES))[0]
         *hidden, final = parts.chunk(len(self._layers) + 1, dim=-1)
         states = torch.stack(hidden, dim=1)
@@ -85,7 +100,9 @@ class FeatureServer:
             partial = file.with_suffix(".partial")
             save_file({"hidden_states": states.contiguous(), "token_ids": ids_of_file}, partial)
             partial.replace(file)
-        choice = {"prompt_token_ids": asked["prompt"], "prompt_logprobs": likely}
+        ended = "length" if len(answer) <= ANSWER_TOKENS else "stop"
+        choice = {"index": 0, "finish_reason": ended, "text": "", "token_ids": answer}
+        choice |= {"prompt_token_ids": sent, "prompt_logprobs": likely}
         params = {} if fault == "nothing" else {"hidden_states_path": f"/elsewhere/{file.name}"}
         return 200, {"choices": [choice], "kv_transfer_params": params}
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features import write
+from draftsmith.train.features.cache import FeatureCache, Shard
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 
 
@@ -21,14 +21,14 @@ def write_their_part(recipes: list[Recipe]) -> None:
     """Write each recipe's features, and the shards written by this process as `<rank>.json` into its run."""
     for recipe in recipes:
         written: list[str] = []
-        write_shard = write.write_shard
 
-        def noted(file: Path, values: dict[str, torch.Tensor], written: list[str] = written) -> None:
-            written.append(file.name)
-            write_shard(file, values)  # noqa: B023 - called before the next recipe
+        class Noting(FeatureCache):
+            def finish(self, shard: Shard, written: list[str] = written) -> None:
+                written.append(shard.file)
+                super().finish(shard)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(write, "write_shard", noted)
+            patch.setattr(write, "FeatureCache", Noting)
             write.write_features(recipe, write.project_features(recipe), progress=False)
         (RunFolder(recipe).root / f"{distributed.get_rank()}.json").write_text(json.dumps(written))
 

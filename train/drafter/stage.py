@@ -25,6 +25,7 @@ from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.architectures import is_known
 from draftsmith.models.target.checks import check_logits
+from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import (
@@ -33,7 +34,6 @@ from draftsmith.recipes.run_folder import (
     RunFolder,
     as_distilled,
     check_settings,
-    is_first_process,
     target_settings,
     with_run_lock,
     write_settings,
@@ -51,8 +51,7 @@ from draftsmith.train.drafter.start import start_folder, start_from, start_sente
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import FeatureCache, check_offline_support, open_features
-from draftsmith.train.features.kept import open_kept
-from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.served import ServedFeatures, open_served
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
@@ -109,7 +108,11 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         if online:  # elsewhere no document is computed
             check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
-    cache = None if online else _open_features(recipe, tokens, settings["data (its tokens)"], drafter)
+    cache: FeatureCache | ServedFeatures | None = None
+    if recipe.data.features.source == "offline":
+        cache = open_features(recipe, settings["data (its tokens)"], drafter)
+    elif not online:
+        cache = open_served(recipe, tokens, settings["data (its tokens)"], target, required_layers(drafter))
     stop = StopOnInterrupt()
     trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
@@ -168,24 +171,6 @@ def _target_and_drafter(
     )
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
-
-
-def _open_features(
-    recipe: Recipe, tokens: Dataset, tokens_hash: str, drafter: Drafter
-) -> FeatureCache | ServedFeatures:
-    """Return the target's features from disk, or from servers that have proven that they serve this target.
-
-    Raises:
-        UserError: As `open_features`, `open_kept` and `ServedFeatures.check_servers`.
-    """
-    chosen = recipe.data.features
-    if chosen.source == "offline":
-        return open_features(recipe, tokens_hash, drafter)
-    served = ServedFeatures(chosen, tokens, drafter, open_kept(recipe, tokens, tokens_hash, drafter))
-    if is_first_process():
-        served.sweep()
-    served.check_servers()
-    return served
 
 
 @contextmanager

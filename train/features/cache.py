@@ -1,11 +1,12 @@
 """The target's hidden states on disk, `runs/<name>/features/`: written by `draftsmith features`, read by the trainer.
 
-    index.json                   settings of target and tokens, and the place of each example
-    features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; examples one after the other
+    index.json                   settings of target and tokens, and the place of each row of tokens
+    features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; rows one after the other
 
-The index is written first and never changes. A shard gets its name once it is complete and on disk: every existing
-shard is complete, and the cache is complete when all shards exist. Readers map the files into memory and share nothing
-else, so any number of processes may read.
+The index is written first and never changes. A shard gets its name once it is complete and on disk. Until then it is
+`NAME.partial`, of its full size, with `NAME.rows`, a byte for each row, 1 once the row is written. So rows may come in
+any order, as from servers while they are trained on, and a kill loses only those in flight. Processes share nothing but
+the files: any number may read, and write different rows.
 
 Shapes: B batch, S sequence, L layers, D hidden, F = L * D features.
 """
@@ -19,12 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.files import read_json, write_atomically
+from draftsmith.files import bytes_text, free_bytes_at, read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import required_layers
@@ -34,11 +33,15 @@ from draftsmith.recipes.schema import Recipe
 
 INDEX_NAME = "index.json"
 SHARD_BYTES = 256 << 20
+# Left free on the disk: a share of what is written, and what else a run writes.
+MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES
+SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+WRITTEN = b"\1"  # mark of a row
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of features: example `first_row + i` of the dataset has its tokens `offsets[i]` to `offsets[i + 1]`."""
+    """One file of features: row `first_row + i` of the dataset has its tokens `offsets[i]` to `offsets[i + 1]`."""
 
     file: str
     first_row: int
@@ -54,7 +57,7 @@ class Shard:
 
     @property
     def rows(self) -> range:
-        """Return the numbers of the shard's examples in the dataset."""
+        """Return the numbers of the shard's rows in the dataset."""
         return range(self.first_row, self.first_row + len(self.offsets) - 1)
 
 
@@ -88,18 +91,40 @@ class FeatureIndex:
         """Return the shards that are not written yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
-    def check_matches(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
+    def check_matches(
+        self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...], filled: bool = False
+    ) -> None:
         """Check that these features have a recipe's settings and include its layers.
+
+        Args:
+            filled: Rows of these layers will be written, so that there can be no others.
 
         Raises:
             UserError: Settings or layers differ; the message names the first key that differs.
         """
         check_same_settings(folder, self.settings, settings, "write the features again")
-        if not set(layers) <= set(self.layers):
+        if self.layers != layers if filled else not set(layers) <= set(self.layers):
             raise UserError(
                 f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "
                 f"read {list(layers)}: restore these keys, or delete that folder and run `draftsmith features` again"
             )
+
+    def check_disk_space(self, folder: Path) -> None:
+        """Check that the missing shards fit on the disk, with a margin.
+
+        Raises:
+            UserError: The disk has too little space.
+        """
+        missing_bytes = sum(shard.tokens for shard in self.missing(folder)) * self.bytes_per_token
+        margin_bytes, free_bytes = round(MARGIN_FRAC * missing_bytes) + MARGIN_BYTES, free_bytes_at(folder)
+        if missing_bytes + margin_bytes <= free_bytes:
+            return
+        smaller = "set data.features.dtype=bfloat16, " if self.dtype.itemsize > 2 else ""
+        raise UserError(
+            f"{folder} still needs {bytes_text(missing_bytes)}, and {bytes_text(margin_bytes)} to spare, but only "
+            f"{bytes_text(free_bytes)} are free on that disk: free some, {smaller}lower data.conversations.limit, or "
+            "train without features on disk (data.features.source=online, or data.features.server.keep=false)"
+        )
 
     @staticmethod
     def plan(
@@ -137,50 +162,19 @@ def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]
     return shards
 
 
-def write_shard(file: Path, features: dict[str, Tensor]) -> None:
-    """Write a shard completely or not at all, and wait until it is on disk.
-
-    Raises:
-        OSError: No space is left (with the file's name); the partial file is removed.
-    """
-    partial = file.with_name(file.name + ".partial")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(save(features))
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 class FeatureCache:
-    """A complete cache of the target's features, mapped into memory.
+    """The target's features in a run's folder, by row; a row is there once it is written.
 
     Args:
         folder: `runs/<name>/features`.
         index: The folder's index.
         layers: Ids of the layers to read, in this order.
-
-    Raises:
-        UserError: A shard is missing, damaged, or contradicts the index.
     """
 
     def __init__(self, folder: Path, index: FeatureIndex, layers: tuple[int, ...]) -> None:
-        missing = index.missing(folder)
-        if missing:
-            raise UserError(
-                f"{folder} is not complete ({len(missing)} of {len(index.shards)} shards are missing): run "
-                "`draftsmith features` again, which writes the missing ones"
-            )
         self._folder, self._index, self._layers = folder, index, layers
         self._first_rows = [shard.first_row for shard in index.shards]
-        self._open: dict[str, Any] = {}
-        for shard in index.shards:
-            self._opened(shard)
+        self._open: dict[Path, tuple[int, dict[int, int]]] = {}
 
     @property
     def width(self) -> int:
@@ -191,6 +185,31 @@ class FeatureCache:
     def dtype(self) -> torch.dtype:
         return self._index.dtype
 
+    def check_complete(self) -> None:
+        """Check that every row is there, and that the files hold what the index says.
+
+        Raises:
+            UserError: A shard is missing, damaged, or contradicts the index.
+        """
+        if missing := self._index.missing(self._folder):
+            raise UserError(
+                f"{self._folder} is not complete ({len(missing)} of {len(self._index.shards)} shards are missing): run "
+                "`draftsmith features` again, which writes the missing ones"
+            )
+        for shard in self._index.shards:
+            self._opened(shard)
+
+    def has(self, row: int) -> bool:
+        """Return whether a row can be read."""
+        shard, place = self._place(row)
+        if (self._folder / shard.file).is_file():
+            return True
+        try:
+            with (self._folder / f"{shard.file}.rows").open("rb") as marks:
+                return os.pread(marks.fileno(), 1, place) == WRITTEN
+        except FileNotFoundError:
+            return False
+
     def ask(self, rows: Sequence[int]) -> None:
         """Do nothing: every row is there. See `ServedFeatures.ask`."""
 
@@ -198,34 +217,115 @@ class FeatureCache:
         """Copy the features of these rows, one after the other, to the beginning of [S, F]."""
         done = 0
         for row in rows:
-            shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
-            place = row - shard.first_row
+            shard, place = self._place(row)
             begin, end = shard.offsets[place], shard.offsets[place + 1]
-            file, out_rf = self._opened(shard), out_sf[done : done + end - begin]
-            for layer, part_rd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
-                part_rd.copy_(file.get_slice(str(layer))[begin:end])
+            file, begins = self._opened(shard)
+            parts = out_sf[done : done + end - begin].chunk(len(self._layers), dim=-1)
+            for layer, part_sd in zip(self._layers, parts, strict=True):
+                at = begins[layer] + begin * self._token_bytes
+                data = bytearray(os.pread(file, (end - begin) * self._token_bytes, at))
+                part_sd.copy_(torch.frombuffer(data, dtype=self.dtype).view(part_sd.shape))
             done += end - begin
 
-    def _opened(self, shard: Shard) -> Any:
-        if shard.file not in self._open:
-            file = self._folder / shard.file
-            expected = [shard.tokens, self._index.hidden_size]
+    def write(self, row: int, features_sf: Tensor) -> None:
+        """Write a row's features [S, F] of all layers of the index, in its order, then the row's mark.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        shard, place = self._place(row)
+        marks = self._folder / f"{shard.file}.rows"
+        if not marks.is_file():
+            self._allocate(shard)
+        file, begins = self._opened(shard)
+        for layer, part_sd in zip(self._index.layers, features_sf.chunk(len(begins), dim=-1), strict=True):
+            data = part_sd.to(self.dtype).contiguous().view(torch.uint8).numpy().tobytes()
+            os.pwrite(file, data, begins[layer] + shard.offsets[place] * self._token_bytes)
+        with marks.open("rb+") as stream:
+            os.pwrite(stream.fileno(), WRITTEN, place)
+
+    def finish(self, shard: Shard) -> None:
+        """Name a shard if all of its rows are written, and no process writes to it."""
+        marks, partial = (self._folder / f"{shard.file}{suffix}" for suffix in (".rows", ".partial"))
+        if marks.is_file() and marks.read_bytes() == WRITTEN * len(shard.rows):
+            os.fsync(self._opened(shard)[0])
+            os.close(self._open.pop(partial)[0])
+            partial.replace(self._folder / shard.file)
+            marks.unlink()
+
+    def finish_all(self) -> bool:
+        """Name all shards whose rows are all written, see `finish`; return whether these are all."""
+        for shard in self._index.shards:
+            self.finish(shard)
+        return not self._index.missing(self._folder)
+
+    def _allocate(self, shard: Shard) -> None:
+        """Make a shard's files of their full size; several processes may do it concurrently, with the same bytes."""
+        size = shard.tokens * self._token_bytes
+        entries = {
+            str(layer): {
+                "dtype": SAFETENSORS_DTYPES[self.dtype],
+                "shape": [shard.tokens, self._index.hidden_size],
+                "data_offsets": [number * size, (number + 1) * size],
+            }
+            for number, layer in enumerate(self._index.layers)
+        }
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        for suffix, begin, length in (
+            (".partial", header, len(header) + len(entries) * size),
+            (".rows", b"", len(shard.rows)),
+        ):
+            file = self._folder / f"{shard.file}{suffix}"
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                opened = safe_open(file, framework="pt")
-                shapes = {layer: opened.get_slice(str(layer)).get_shape() for layer in self._layers}
-            except (SafetensorError, OSError) as error:
+                os.pwrite(descriptor, begin, 0)
+                os.posix_fallocate(descriptor, 0, length)
+                os.ftruncate(descriptor, length)  # of what a crash left
+            except OSError as error:
+                error.filename = str(file)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def _opened(self, shard: Shard) -> tuple[int, dict[int, int]]:
+        """Return a descriptor of a shard's file, complete or not, and where each layer begins in it, by its header.
+
+        Raises:
+            UserError: The file is damaged, or contradicts the index.
+        """
+        partial, whole = self._folder / f"{shard.file}.partial", self._folder / shard.file
+        path = whole if whole.is_file() else partial
+        if path not in self._open:
+            descriptor = os.open(path, os.O_RDWR if path == partial else os.O_RDONLY)
+            begin = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            expected = [SAFETENSORS_DTYPES[self.dtype], [shard.tokens, self._index.hidden_size]]
+            try:
+                entries = json.loads(os.pread(descriptor, begin - 8, 8))
+                found = {layer: entries[str(layer)] for layer in self._index.layers}
+                ends = [begin + entry["data_offsets"][1] for entry in found.values()]
+                is_right = all([entry["dtype"], entry["shape"]] == expected for entry in found.values())
+            except (ValueError, KeyError, TypeError, OverflowError, MemoryError):
+                is_right, ends = False, []
+            if not is_right or os.fstat(descriptor).st_size < max(ends):
+                os.close(descriptor)
                 raise UserError(
-                    f"{file} cannot be read ({error}): delete it, then `draftsmith features` again"
-                ) from None
-            if any(shape != expected for shape in shapes.values()):
-                raise UserError(
-                    f"{file} does not hold what {INDEX_NAME} says: delete it, then `draftsmith features` again"
+                    f"{path} does not hold what {INDEX_NAME} says: delete it, then `draftsmith features` again"
                 )
-            self._open[shard.file] = opened
-        return self._open[shard.file]
+            self._open[path] = descriptor, {layer: begin + found[layer]["data_offsets"][0] for layer in found}
+        return self._open[path]
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._index.hidden_size * self.dtype.itemsize
+
+    def _place(self, row: int) -> tuple[Shard, int]:
+        shard = self._index.shards[bisect_right(self._first_rows, row) - 1]
+        return shard, row - shard.first_row
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the open files: every worker of a data loader maps the files itself."""
+        """Leave out the open files: every worker of a data loader opens them itself."""
         return {**self.__dict__, "_open": {}}
 
 
@@ -270,4 +370,6 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
         )
     layers = required_layers(drafter)
     index.check_matches(folder, feature_settings(recipe, tokens_hash), layers)
-    return FeatureCache(folder, index, layers)
+    cache = FeatureCache(folder, index, layers)
+    cache.check_complete()
+    return cache

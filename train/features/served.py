@@ -10,15 +10,19 @@ server proves on one row that it serves this target: its most likely tokens must
 last hidden states. A server that cannot answer gets the request again, or the next one gets it, for `timeout_s`; then
 training stops, and the same command resumes it. No row is ever skipped or replaced.
 
-With `keep` the rows are written into the run's feature files as they come (`cache.py` has the format), which later
-epochs, and trainings with `source: offline`, read.
+With `keep` the rows are written into the run's feature files as they come (`cache.py`), which later epochs, and
+trainings with `source: offline`, read; `draftsmith features` fills these files before the training. Rows whose answers
+were distilled with `data.distill.features` are there from the beginning (`data/engines/answer_features.py`).
 
 Shapes: S tokens of a row, L served layers, D hidden, F = D times the number of layers that the drafter reads.
 """
 
+import hashlib
+import json
+import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +34,20 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.data.distill.token_dataset import row_lengths
+from draftsmith.data.engines.answer_features import Unavailable, await_file, row_file
 from draftsmith.errors import UserError, reason
-from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.target.features import FINAL_FEATURES, final_norm, required_layers
+from draftsmith.models.target.features import FINAL_FEATURES, final_norm
+from draftsmith.models.target.loading import weights_hash
 from draftsmith.models.target.view import target_value
-from draftsmith.recipes.schema import FeaturesRecipe
-from draftsmith.train.features.kept import KeptFeatures
+from draftsmith.recipes.run_folder import RunFolder, is_first_process, target_settings
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, feature_settings
 
 SERVED_NAME = "target"
 START_IT = "start the server by the command that `draftsmith serve RECIPE --features` prints"
-FAILED = ".failed"  # behind a file's name, see `data/engines/vllm_hidden_states.py`
-# A file follows its answer: it is waited for so long, in steps that double up to the longest.
-FILE_TIMEOUT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.001, 0.05
 LONGEST_BACKOFF_S = 30.0
+WORTH_SAYING_S = 10.0  # of waiting for one row
 CONNECT_TIMEOUT_S = 10.0
 ORPHAN_AGE_S = 3600.0  # of a file that nobody has read, as after an aborted request
 PROOF_TOKENS = 32
@@ -51,37 +56,75 @@ TIES_FRAC = {torch.float32: 1e-3}
 TIES_FRAC_HALF = 3e-2
 
 
-class Unavailable(Exception):
-    """A server cannot answer now; another one, or the same one later, may."""
-
-
-def served_layers(drafter: Drafter, num_target_layers: int) -> tuple[int, ...]:
-    """Return the ids of the layers that the servers extract, ascending: the drafter's, and always the last one.
+def served_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
+    """Return the ids of the layers that the servers extract, ascending: those to read, and always the last one.
 
     Layer -1, the final features, is the last layer's output after our copy of the target's final norm.
     """
-    return tuple(sorted({num_target_layers, *(layer for layer in required_layers(drafter) if layer != FINAL_FEATURES)}))
+    return tuple(sorted({num_target_layers, *layers} - {FINAL_FEATURES}))
+
+
+def answers_folder(recipe: Recipe, served: tuple[int, ...]) -> Path:
+    """Return the folder for the hidden states of distilled answers, of this target and these served layers alone."""
+    settings = [target_settings(recipe), weights_hash(recipe.target), served]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return RunFolder(recipe).features / f"answers-{digest[:16]}"
+
+
+def open_served(
+    recipe: Recipe, tokens: Dataset, tokens_hash: str, target: PreTrainedModel, layers: tuple[int, ...]
+) -> "ServedFeatures":
+    """Open the features that servers give for training; with `keep` also the run's feature files for them.
+
+    Raises:
+        UserError: The folder holds features of other settings, the disk is too small for them, or as
+            `ServedFeatures.check_servers`.
+    """
+    kept, folder = None, RunFolder(recipe).features
+    if recipe.data.features.server.keep:
+        settings, index = feature_settings(recipe, tokens_hash), FeatureIndex.read(folder)
+        if index is None:
+            hidden_size = target_value(target.config, "hidden_size")
+            index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
+            index.check_disk_space(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            if is_first_process():
+                index.write(folder)
+        index.check_matches(folder, settings, layers, filled=bool(index.missing(folder)))
+        kept = FeatureCache(folder, index, layers)
+    served = ServedFeatures(recipe, tokens, target, layers, kept)
+    if is_first_process():
+        served.sweep()
+    served.check_servers()
+    return served
 
 
 class ServedFeatures:
     """The target's features, row by row, from servers; read like a `FeatureCache`.
 
     Args:
-        chosen: `data.features` of the recipe.
+        recipe: Its `data.features` is read.
         tokens: The run's tokens, whose rows are requested by number.
-        drafter: Attached to a target that has at least its ends.
-        kept: Where rows are kept, and taken from once they are there; None: nowhere.
+        target: Has at least its ends.
+        layers: Ids of the layers to read, in this order.
+        kept: Where rows of these layers are kept, and taken from once they are there; None: nowhere.
     """
 
     def __init__(
-        self, chosen: FeaturesRecipe, tokens: Dataset, drafter: Drafter, kept: KeptFeatures | None = None
+        self,
+        recipe: Recipe,
+        tokens: Dataset,
+        target: PreTrainedModel,
+        layers: tuple[int, ...],
+        kept: FeatureCache | None = None,
     ) -> None:
-        target: PreTrainedModel = drafter.attached.target
-        self._chosen, self._tokens, self._kept = chosen, tokens.with_format("numpy", columns=["input_ids"]), kept
+        self._chosen, self._kept = recipe.data.features, kept
+        self._tokens = tokens.with_format("numpy", columns=["input_ids"])
         self._target, self._norm = target, final_norm(target)
         self._hidden_size = target_value(target.config, "hidden_size")
         self._last = target_value(target.config, "num_hidden_layers")
-        self._layers, self._served = required_layers(drafter), served_layers(drafter, self._last)
+        self._layers, self._served = layers, served_layers(layers, self._last)
+        self.answers = answers_folder(recipe, self._served)
         self._pool: ThreadPoolExecutor | None = None
         self._client: httpx2.Client | None = None
         self._asked: dict[int, Future[Tensor]] = {}
@@ -120,21 +163,37 @@ class ServedFeatures:
             out_rf = out_sf[done : done + length]
             done += length
             if self._kept is not None and self._kept.has(row):
-                self._kept.read(row, self._layers, out_rf)
+                self._kept.read([row], out_rf)
                 continue
-            hidden_sld = self._asked.pop(row).result()
+            hidden_sld = self._fetched(row)
             for layer, part_sd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
                 part_sd.copy_(self._features(layer, hidden_sld))
             if self._kept is not None:
-                self._kept.write(row, self._layers, out_rf)
+                self._kept.write(row, out_rf)
+                row_file(self.answers, self._ids(row)).unlink(missing_ok=True)
+
+    def _ids(self, row: int) -> list[int]:
+        return self._tokens[row]["input_ids"].tolist()
+
+    def _is_distilled(self, row: int) -> bool:
+        return self.answers.is_dir() and row_file(self.answers, self._ids(row)).is_file()
+
+    def _fetched(self, row: int) -> Tensor:
+        """Return what `fetch` gives for a row that was asked for, and say so where that takes long."""
+        asked, urls = self._asked.pop(row), self._chosen.server.urls
+        if not wait([asked], WORTH_SAYING_S).done:
+            print(f"waiting for features from {urls[row % len(urls)]}", flush=True)
+        return asked.result()
 
     def fetch(self, row: int) -> Tensor:
-        """Return the hidden states [S, L, D] of a row, from the first server that gives them.
+        """Return the hidden states [S, L, D] of a row, as distilled or from the first server that gives them.
 
         Raises:
             UserError: None did within `timeout_s`, or one refuses the row or answers with something else.
         """
-        ids, urls = self._tokens[row]["input_ids"].tolist(), self._chosen.server.urls
+        ids, urls = self._ids(row), self._chosen.server.urls
+        if (file := row_file(self.answers, ids)).is_file():
+            return self._load(file, ids)
         begin_s, attempt = time.monotonic(), 0
         while True:
             url = urls[(row + attempt) % len(urls)]
@@ -152,13 +211,15 @@ class ServedFeatures:
             attempt += 1
 
     def check_servers(self) -> None:
-        """Check with one row that each server serves this target, its layers and its dtype.
+        """Check with one row that each server serves this target, its layers and its dtype; not if all rows are there.
 
         Raises:
             UserError: A server does not answer, or serves another target or other layers.
         """
-        row = next((row for row in range(len(self._tokens)) if len(self._tokens[row]["input_ids"]) > 1), 0)
-        ids = self._tokens[row]["input_ids"][:PROOF_TOKENS].tolist()
+        rows = range(len(self._tokens))
+        if all((self._kept is not None and self._kept.has(row)) or self._is_distilled(row) for row in rows):
+            return
+        ids = next((ids for row in rows if len(ids := self._ids(row)) > 1), self._ids(0))[:PROOF_TOKENS]
         for url in self._chosen.server.urls:
             try:
                 hidden_sld, choice = self._fetch(url, ids, prompt_logprobs=1)
@@ -200,8 +261,8 @@ class ServedFeatures:
 
     def finish(self) -> None:
         """Complete the kept files, once training has ended; by one process."""
-        if self._kept is not None:
-            self._kept.finish()
+        if self._kept is not None and self._kept.finish_all():
+            shutil.rmtree(self.answers, ignore_errors=True)
 
     def _features(self, layer: int, hidden_sld: Tensor) -> Tensor:
         """Return one layer's features [S, D] of served hidden states; those of layer -1 are normed here."""
@@ -242,23 +303,27 @@ class ServedFeatures:
 
     def _read_file(self, file: Path, ids: list[int]) -> Tensor:
         """Return what a server wrote for these tokens, and delete it."""
-        begin_s, pause_s, failed = time.monotonic(), FIRST_PAUSE_S, file.with_name(file.name + FAILED)
-        while not file.is_file():
-            if failed.is_file():
-                why = failed.read_text(encoding="utf-8")
-                failed.unlink(missing_ok=True)
-                raise Unavailable(f"it could not write {file}: {why}")
-            if time.monotonic() - begin_s > FILE_TIMEOUT_S:
-                raise Unavailable(f"{file} did not come: data.features.server.folder must be the server's own folder")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        await_file(file)
+        try:
+            return self._load(file, ids)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _load(self, file: Path, ids: list[int]) -> Tensor:
+        """Return the hidden states [S, L, D] in a file, without the last token's if it is of an answer.
+
+        Raises:
+            UserError: The file is not what a server of this target writes for these tokens.
+        """
         try:
             tensors = load(file.read_bytes())
             hidden_sld, read_ids = tensors["hidden_states"], tensors["token_ids"].tolist()
         except (SafetensorError, KeyError) as error:
             raise UserError(f"{file}, written by a server of features, is damaged ({reason(error)})") from None
-        finally:
-            file.unlink(missing_ok=True)
+        if file.parent == self.answers:
+            # The last token's states are read by no drafter; another's stand in for them.
+            hidden_sld = torch.cat([hidden_sld[: len(ids)], hidden_sld[-1:]])[: len(ids)]
+            read_ids = [*read_ids[: len(ids)], ids[-1]][: len(ids)]
         expected = (len(ids), len(self._served), self._hidden_size)
         wrong = (
             ("other tokens than were sent" if read_ids != ids else "")

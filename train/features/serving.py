@@ -1,23 +1,44 @@
-"""The command of a vLLM server that gives a target's features to trainings: `draftsmith serve RECIPE --features`."""
+"""The vLLM servers that give a target's features: `draftsmith serve RECIPE --features`, and those that answer too."""
 
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from datasets import Dataset
+
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
+from draftsmith.data.engines.engine import engine_options
 from draftsmith.data.engines.vllm_engine import command_line
-from draftsmith.files import expand_home
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import PROBE
 from draftsmith.models.formats.exporting import loading_words
-from draftsmith.models.target.loading import target_location
+from draftsmith.models.target.features import required_layers
+from draftsmith.models.target.loading import load_ends, target_location
 from draftsmith.models.target.view import target_value
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import check_offline_support
-from draftsmith.train.features.served import SERVED_NAME, served_layers
+from draftsmith.train.features.served import SERVED_NAME, ServedFeatures, served_layers
 from draftsmith.train.features.write import models_without_weights
 
 CONNECTOR, MODULE = "HiddenStatesConnector", "draftsmith.data.engines.vllm_hidden_states"
 MIN_FREE_BYTES = 1 << 30  # of the disk of `data.features.server.folder`
+
+
+def check_answering_servers(recipe: Recipe, tokenizer: Any) -> Path:
+    """Check that the servers of `data.distill.features` serve this target; return the folder for hidden states.
+
+    Raises:
+        UserError: As `check_offline_support`, `load_ends` and `ServedFeatures.check_servers`.
+    """
+    check_offline_support(recipe)
+    asked = recipe.model_copy(deep=True)
+    asked.data.features.server.urls = engine_options(recipe).base_urls
+    layers = required_layers(models_without_weights(recipe)[1])
+    prompt = Dataset.from_dict({"input_ids": [prompt_token_ids(tokenizer, PROBE[:1])]})
+    served = ServedFeatures(asked, prompt, load_ends(recipe.target), layers)
+    served.check_servers()
+    return served.answers
 
 
 def server_command(recipe: Recipe) -> list[str]:
@@ -36,24 +57,26 @@ def server_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments that make a server one of features, by vLLM's names.
 
     The server takes rows as long as the longest of the run's tokens, or as `data.max_length_tokens` before there are
-    any, and one token more, which vLLM generates.
+    any (and an answer, where it distils), and one token more, which vLLM generates.
 
     Raises:
         UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.
     """
     check_offline_support(recipe)
     target, drafter = models_without_weights(recipe)
-    layers = served_layers(drafter, target_value(target.config, "num_hidden_layers"))
+    layers = served_layers(required_layers(drafter), target_value(target.config, "num_hidden_layers"))
     longest_tokens = recipe.data.max_length_tokens
     if (RunFolder(recipe).data / "tokens").is_dir():
         longest_tokens = max(row_lengths(load_tokens(RunFolder(recipe), recipe.name)))
+    elif recipe.data.distill.features:  # it answers too
+        longest_tokens += recipe.data.distill.max_new_tokens
     drafting = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
     }
     extra = {
-        "shared_storage_path": str(Path(expand_home(recipe.data.features.server.folder)).absolute()),
+        "shared_storage_path": str(Path(recipe.data.features.server.folder).absolute()),
         "use_synchronization_lock": False,
         "min_free_bytes": MIN_FREE_BYTES,
     }

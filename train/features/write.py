@@ -1,23 +1,24 @@
-"""The features stage: run the target over all tokens once, and write its hidden states to `runs/<name>/features/`.
+"""The features stage: the target's hidden states of all tokens, once, to `runs/<name>/features/`.
 
-The size is known before the target is loaded, from its config and the tokens. The stage can be killed at any moment:
-existing shards stay, and the next run writes the missing ones.
+The target runs here, or with `data.features.source: server` gives them from its servers. The size is known before
+that, from its config and the tokens. The stage can be killed at any moment: existing shards stay, and the next run
+writes the missing ones.
 
-Under a launcher each process writes its part of the shards, with its own target.
+Under a launcher each process writes its part of the shards, with its own target or from all servers.
 
-Shapes: B batch, S sequence, D hidden, F features.
+Shapes: B batch, S sequence, F features.
 """
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from torch import Tensor, distributed
+from torch import distributed
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -28,23 +29,20 @@ from draftsmith.files import bytes_text, free_bytes_at
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import required_layers, target_features
-from draftsmith.models.target.loading import load_target, load_target_config, target_device, target_without_weights
+from draftsmith.models.target.loading import (
+    load_ends,
+    load_target,
+    load_target_config,
+    target_device,
+    target_without_weights,
+)
 from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import FeaturesRecipe, Recipe
-from draftsmith.train.features.cache import (
-    SHARD_BYTES,
-    FeatureIndex,
-    Shard,
-    check_offline_support,
-    feature_settings,
-    write_shard,
-)
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, Shard, check_offline_support, feature_settings
+from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.processes.frozen_target import outside_the_launch
 from draftsmith.train.processes.launch import leave_at_exit
-
-# Left free on the disk: a share of what is written, and what else a run writes.
-MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,6 @@ class Projection:
         written = self.total_bytes - self.missing_bytes
         left = f", of which {bytes_text(written)} are there" if written else ""
         return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
-
-    def check_disk_space(self) -> None:
-        """Check that the missing shards fit on the disk, with a margin.
-
-        Raises:
-            UserError: The disk has too little space.
-        """
-        margin_bytes = round(MARGIN_FRAC * self.missing_bytes) + MARGIN_BYTES
-        if self.missing_bytes + margin_bytes <= self.free_bytes:
-            return
-        smaller = "set data.features.dtype=bfloat16, " if self.index.dtype.itemsize > 2 else ""
-        raise UserError(
-            f"{self.folder} still needs {bytes_text(self.missing_bytes)}, and {bytes_text(margin_bytes)} to spare, but "
-            f"only {bytes_text(self.free_bytes)} are free on that disk: free some, {smaller}lower "
-            "data.conversations.limit, or train online, which needs none (data.features.source=online)"
-        )
 
 
 @dataclass(frozen=True)
@@ -141,8 +123,9 @@ def project_features(recipe: Recipe) -> Projection:
     index = FeatureIndex.read(run.features)
     if index is None:
         index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
-    index.check_matches(run.features, settings, layers)
-    return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
+    missing, served = index.missing(run.features), recipe.data.features.source == "server"
+    index.check_matches(run.features, settings, layers, filled=served and bool(missing))
+    return Projection(run.features, tokens, index, missing, free_bytes_at(run.features))
 
 
 @with_run_lock("features")
@@ -160,50 +143,69 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     folder, index, chosen = projection.folder, projection.index, recipe.data.features
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
-    number, count, missing = 0, 1, projection.missing
+    number, count, missing, of_target = 0, 1, projection.missing, recipe.target
     if group is not None:
         leave_at_exit()
         number, count = group.process_index, group.num_processes
+        of_target = of_target.model_copy(update={"device": str(group.device)})
         # Of the first: a slower process would already miss what a faster one has written.
         files = [[shard.file for shard in missing]]
         distributed.broadcast_object_list(files, device=group.device)
         missing = [shard for shard in index.shards if shard.file in set(files[0])]
-        with outside_the_launch():
-            target = load_target(recipe.target.model_copy(update={"device": str(group.device)}))[0]
-    else:
-        target = load_target(recipe.target)[0]
     if number == 0:
         index.write(folder)
-    parts = [missing[part::count] for part in range(count)]
-    with progress_bar(
-        sum(shard.tokens for shard in parts[number]), "features", "tok", unit_scale=True, shown=progress
-    ) as bar:
-        for shard in parts[number]:
-            rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
-            write_shard(folder / shard.file, shard_features(target, index, shard, rows, chosen, bar))
+    cache, ours = FeatureCache(folder, index, index.layers), missing[number::count]
+    tokens = sum(shard.tokens for shard in ours)
+    with outside_the_launch(), progress_bar(tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
+        if chosen.source == "server":
+            fill_from_servers(recipe, projection.tokens, index, cache, ours, bar)
+        else:
+            target, _ = load_target(of_target)
+            for shard in ours:
+                fill_from_target(target, index, cache, shard, projection.tokens, chosen, bar)
     if group is not None:
         group.wait_for_everyone()
     written = sum(shard.tokens for shard in projection.missing)
     return FeatureReport(folder, written, projection.missing_bytes, time.perf_counter() - begin_s)
 
 
-def shard_features(
+def fill_from_servers(
+    recipe: Recipe, tokens: Dataset, index: FeatureIndex, cache: FeatureCache, shards: list[Shard], bar: Progress
+) -> None:
+    """Write the rows of these shards that are not there yet, as servers give them.
+
+    Raises:
+        UserError: As `ServedFeatures.check_servers` and `ServedFeatures.read`.
+    """
+    served = ServedFeatures(recipe, tokens, load_ends(recipe.target), index.layers, cache)
+    served.check_servers()
+    ahead = recipe.data.features.server.in_flight
+    for shard in shards:
+        lengths = [end - begin for begin, end in pairwise(shard.offsets)]
+        for place, row in enumerate(shard.rows):
+            served.ask(shard.rows[place : place + ahead])
+            served.read([row], torch.empty(lengths[place], served.width, dtype=index.dtype))
+            bar.update(lengths[place])
+        cache.finish(shard)
+
+
+def fill_from_target(
     target: PreTrainedModel,
     index: FeatureIndex,
+    cache: FeatureCache,
     shard: Shard,
-    rows: Sequence[Sequence[int]],
+    tokens: Dataset,
     chosen: FeaturesRecipe,
     bar: Progress,
-) -> dict[str, Tensor]:
-    """Compute the features of a shard's rows, as they are written: {layer: [tokens, D]}.
+) -> None:
+    """Compute and write a shard's rows.
 
     Rows of similar lengths share a forward; the longest come first, so that too large a batch fails soon.
 
     Raises:
         UserError: The device's memory does not hold a batch.
     """
-    shape = (shard.tokens, index.hidden_size)
-    features = {str(layer): torch.empty(shape, dtype=index.dtype) for layer in index.layers}
+    rows = tokens[shard.rows.start : shard.rows.stop]["input_ids"]
     by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for begin in range(0, len(rows), chosen.batch_size):
         numbers = by_length[begin : begin + chosen.batch_size]
@@ -218,8 +220,6 @@ def shard_features(
                 f"data.features.batch_size, which is {chosen.batch_size}"
             ) from None
         for row, features_sf in zip(numbers, features_bsf, strict=True):
-            place, length = slice(shard.offsets[row], shard.offsets[row + 1]), len(rows[row])
-            for layer_td, part_sd in zip(features.values(), features_sf.chunk(len(features), dim=-1), strict=True):
-                layer_td[place] = part_sd[:length]
-            bar.update(length)
-    return features
+            cache.write(shard.first_row + row, features_sf[: len(rows[row])].cpu())
+            bar.update(len(rows[row]))
+    cache.finish(shard)

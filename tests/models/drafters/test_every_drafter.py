@@ -173,7 +173,7 @@ def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
 
 @every_drafter
 def test_no_leak(kind: str, options: dict[str, Any]) -> None:
-    """A token changes no depth of a group that may not see it; a feature changes only later groups."""
+    """A token changes no depth of a group that may not see it; a feature only later groups; the last one, none."""
     target, drafter = target_and_drafter(kind, options)
     batch = random_batch(target, drafter=drafter)
     ids, features, u = batch["input_ids"], batch["features"], 8
@@ -193,6 +193,9 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
     reads_none = kind in ("pass_embeddings", "draft_model") or options.get("inputs") == "embedding"
     if not reads_none:
         assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
+    read = [name for name in ("features", "teacher_features") if name in batch]
+    without_last = {name: torch.nn.functional.pad(batch[name][:, :-1], (0, 0, 0, 1)) for name in read}
+    assert torch.equal(drafter.eval()(**batch).loss, drafter(**{**batch, **without_last}).loss)
 
 
 @every_kind

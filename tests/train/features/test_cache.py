@@ -1,22 +1,19 @@
-"""The feature cache returns rows as written; a shard is complete or absent; damage is one sentence."""
+"""The feature cache returns rows as written, in any order; a shard has its name once it is whole; damage is said."""
 
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.train.drafter.rows import ROWS_COLUMN, FeatureCollator
 from draftsmith.train.features import cache as feature_cache
-from draftsmith.train.features.cache import (
-    FeatureCache,
-    FeatureIndex,
-    cut_into_shards,
-    write_shard,
-)
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex, cut_into_shards
 
-LENGTHS = [3, 1, 4, 1, 5]
+LENGTHS, BEGINS = [3, 1, 4, 1, 5], [0, 3, 4, 8, 9]
 LAYERS, HIDDEN = (2, -1), 6
 
 
@@ -37,11 +34,14 @@ def write_cache(folder: Path) -> tuple[FeatureIndex, Tensor]:
     index = make_index()
     index.write(folder)
     whole = torch.randn(index.tokens, len(LAYERS), HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
-    begin = 0
-    for shard in index.shards:
-        part = whole[begin : begin + shard.tokens]
-        write_shard(folder / shard.file, {str(layer): part[:, i].contiguous() for i, layer in enumerate(LAYERS)})
-        begin += shard.tokens
+    cache = FeatureCache(folder, index, LAYERS)
+    for row in (3, 0, 4, 1, 2):
+        assert not cache.has(row)
+        cache.write(row, whole[BEGINS[row] : BEGINS[row] + LENGTHS[row]].flatten(1))
+        assert cache.has(row)
+        assert index.missing(folder) == index.shards
+    cache.finish_all()
+    assert sorted(file.name for file in folder.iterdir()) == [*(shard.file for shard in index.shards), "index.json"]
     return index, whole
 
 
@@ -62,14 +62,35 @@ def test_shards_by_hand() -> None:
 def test_rows_are_read_back_as_written(tmp_path: Path, layers: tuple[int, ...]) -> None:
     index, whole = write_cache(tmp_path)
     assert FeatureIndex.read(tmp_path) == index
-    cache = FeatureCache(tmp_path, index, layers)
-    assert cache.width == len(layers) * HIDDEN
-    begins = [0, 3, 4, 8, 9]
-    for row in (4, 0, 2, 1, 3):
-        found = torch.zeros(LENGTHS[row], cache.width, dtype=cache.dtype)
-        cache.read([row], found)
-        expected = whole[begins[row] : begins[row] + LENGTHS[row], [LAYERS.index(layer) for layer in layers]]
-        assert torch.equal(found, expected.flatten(1))
+    for written_by in ("ours", "safetensors"):  # which sorts the layers by name
+        if written_by == "safetensors":
+            for shard in index.shards:
+                save_file(load_file(tmp_path / shard.file), tmp_path / shard.file)
+        cache = FeatureCache(tmp_path, index, layers)
+        cache.check_complete()
+        assert cache.width == len(layers) * HIDDEN
+        for row in (4, 0, 2, 1, 3):
+            found = torch.zeros(LENGTHS[row], cache.width, dtype=cache.dtype)
+            cache.read([row], found)
+            expected = whole[BEGINS[row] : BEGINS[row] + LENGTHS[row], [LAYERS.index(layer) for layer in layers]]
+            assert torch.equal(found, expected.flatten(1))
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_damaged_shards_are_named(tmp_path: Path) -> None:
+    index, _ = write_cache(tmp_path)
+    file = tmp_path / index.shards[1].file
+    for damage in (file.read_bytes()[:-1], b"no header", b"\xff" * 99, (tmp_path / index.shards[0].file).read_bytes()):
+        file.write_bytes(damage)
+        with pytest.raises(
+            UserError, match=r"features-00001\.safetensors does not hold what index\.json says: delete it"
+        ):
+            FeatureCache(tmp_path, index, LAYERS).check_complete()
+    file.unlink()
+    with pytest.raises(
+        UserError, match=r"is not complete \(1 of 3 shards are missing\): run `draftsmith features` again"
+    ):
+        FeatureCache(tmp_path, index, LAYERS).check_complete()
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -106,15 +106,15 @@ def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypa
 
 def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_run(tmp_path)
-    margin = features.MARGIN_BYTES + round(0.05 * 100 * TOKEN_BYTES)
+    margin = feature_cache.MARGIN_BYTES + round(0.05 * 100 * TOKEN_BYTES)
+    projection = project_features(recipe)
     for spare, fits in ((-1, False), (0, True)):
-        monkeypatch.setattr(features, "free_bytes_at", lambda _, spare=spare: 100 * TOKEN_BYTES + margin + spare)
-        projection = project_features(recipe)
+        monkeypatch.setattr(feature_cache, "free_bytes_at", lambda _, spare=spare: 100 * TOKEN_BYTES + margin + spare)
         if fits:
-            projection.check_disk_space()
+            projection.index.check_disk_space(projection.folder)
         else:
             with pytest.raises(UserError, match=r"still needs 18\.8 KiB, and 512 MiB to spare, but only 512"):
-                projection.check_disk_space()
+                projection.index.check_disk_space(projection.folder)
 
 
 # ---- interrupted ----
@@ -126,15 +126,15 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
     assert sorted(whole) == [*(f"features-0000{number}.safetensors" for number in range(4)), "index.json"]
     broken = tiny_run(tmp_path, "broken")
     computed: list[int] = []
-    shard_features = features.shard_features
+    fill_from_target = features.fill_from_target
 
-    def killed(target: Any, index: Any, shard: Any, *options: Any) -> Any:
+    def killed(target: Any, index: Any, cache: Any, shard: Any, *options: Any) -> None:
         computed.append(len(shard.rows))
         if len(computed) == 3:
             raise KeyboardInterrupt
-        return shard_features(target, index, shard, *options)
+        fill_from_target(target, index, cache, shard, *options)
 
-    monkeypatch.setattr(features, "shard_features", killed)
+    monkeypatch.setattr(features, "fill_from_target", killed)
     with pytest.raises(KeyboardInterrupt):
         write(broken)
     folder = RunFolder(broken).features

@@ -1,16 +1,20 @@
 """Features from servers: training equals online training, rows are never lost, and what cannot be right is refused."""
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from support.feature_server import FeatureServer, feature_server
 from support.tiny_runs import LENGTHS, have_equal_weights, history_of, save_target, tiny_run, weights_of
 
+from draftsmith.cli.stages import run_distill
 from draftsmith.errors import UserError
 from draftsmith.models.target.features import final_norm
 from draftsmith.models.target.loading import load_ends, load_target
@@ -19,6 +23,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.features import served
 from draftsmith.train.features.cache import FeatureIndex
+from draftsmith.train.features.write import project_features, write_features
 
 LAYERS = (1, 3, 4)  # of the drafter's [1, 3, -1]
 EPOCHS = {
@@ -98,6 +103,68 @@ def test_kept_rows_are_asked_for_once(server: FeatureServer, tmp_path: Path) -> 
     (RunFolder(offline).root / "features").symlink_to(folder)
     train_drafter(offline)
     assert have_equal_weights(kept, offline)
+
+
+CHAT = (
+    "{% for m in messages %}{{ 'w3 ' if m.role == 'user' else 'w4 ' }}{{ m.content }} w2 {% endfor %}"
+    "{% if add_generation_prompt %}w4 {% endif %}"
+)
+
+
+def distilled_run(folder: Path, url: str, name: str = "distilled") -> Recipe:
+    """Return a run whose conversations are to be answered by a server of features."""
+    asked = [[f"w{5 + n} w{9 + n} w{11 + 2 * n}" for n in range(first, first + 1 + first % 2)] for first in range(6)]
+    turns = [[{"role": role, "content": text} for text in each for role in ("user", "assistant")] for each in asked]
+    (folder / "asked.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    recipe = served_run(folder, name, url, keep=True, timeout_s=60.0)
+    values = recipe.model_dump()
+    values["target"]["chat_template"] = CHAT
+    values["data"]["conversations"] = {"source": str(folder / "asked.jsonl")}
+    values["data"]["distill"] = {
+        "engine": "openai", "options": {"base_urls": [f"{url}/v1"]}, "features": True, "max_new_tokens": 7,
+    }  # fmt: skip
+    shutil.rmtree(RunFolder(recipe).data)  # of `tiny_run`
+    return Recipe.model_validate(values)
+
+
+@pytest.mark.parametrize("filled_by", ["train", "features"])
+def test_one_request_gives_answer_and_features(server: FeatureServer, tmp_path: Path, filled_by: str) -> None:
+    """A row of two turns has the states of its last answer. The server is gone when training begins."""
+    recipe = distilled_run(tmp_path, server.url)
+    run_distill(recipe)
+    assert server.requests == 2 + 9  # the check of the target, the engine's, and nine turns
+    tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
+    kept = list(RunFolder(recipe).features.glob("answers-*/*.safetensors"))
+    assert len(kept) == len(tokens) == 8  # two of three second turns do not begin with the row before
+    again = recipe.model_copy(update={"name": "again"})
+    shutil.copytree(RunFolder(recipe).data, RunFolder(again).data)
+    train_drafter(again)
+    server.requests, server.fault = 0, "dead"
+    if filled_by == "features":
+        write_features(recipe, project_features(recipe), progress=False)
+        recipe.data.features.source = "offline"
+    train_drafter(recipe)
+    assert server.requests == 0
+    for name, value in weights_of(again).items():  # of states by forwards of a token more
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
+    assert list(RunFolder(recipe).features.glob("answers-*/*.safetensors")) == []
+
+
+def test_answers_without_features_are_asked_for(
+    server: FeatureServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the server's disk is full its answers stay, and training asks for their rows."""
+    recipe = distilled_run(tmp_path, server.url)
+    server.fault, server.fault_from, server.fault_until = "unwritten", 5, 7
+    run_distill(recipe)
+    assert "hidden states of 2 answers did not come" in capsys.readouterr().err
+    missing = 8 - len(list(RunFolder(recipe).features.glob("answers-*/*.safetensors")))
+    server.requests, server.fault = 0, ""
+    train_drafter(recipe)
+    assert server.requests == 1 + missing
+    server.fault, server.fault_from, server.fault_until = "other", 1, 99
+    with pytest.raises(UserError, match=r"serves another target than target\.model"):
+        run_distill(distilled_run(tmp_path, server.url, "other"))
 
 
 @pytest.mark.parametrize("fault", ["busy", "unwritten", "dead"])
