@@ -24,7 +24,7 @@ from rich.prompt import Confirm
 
 from draftsmith.cli.console import console, heading
 from draftsmith.errors import UserError
-from draftsmith.files import check_writable, read_json
+from draftsmith.files import bytes_text, check_writable, read_json
 from draftsmith.progress import is_quiet
 from draftsmith.recipes.loading import explain, first_stage, shipped_folder
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
@@ -123,11 +123,13 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
         accepted = False
     if not accepted:
         raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
-    report = write_features(recipe, projection)
-    console.print(report.sentence(), markup=False)
+    wall_time_s = write_features(recipe, projection)
+    speed = sum(shard.tokens for shard in projection.missing) / max(wall_time_s, 1e-9)
+    written = f"wrote {bytes_text(projection.missing_bytes)} to {projection.folder}"
+    console.print(f"{written} in {wall_time_s:.0f} s, {speed:,.0f} tokens/s", markup=False)
     if is_first_process():
         RunFolder(recipe).record("features")
-    return {**figures, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
+    return {**figures, "written_bytes": projection.missing_bytes, "wall_time_s": wall_time_s}
 
 
 def run_train(recipe: Recipe) -> dict[str, Any]:

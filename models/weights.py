@@ -49,7 +49,7 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
         if is_out_of_memory(error):
             raise UserError(
                 f"{what} {location} does not fit into memory ({reason(error)}): for a target set "
-                "target.dtype=bfloat16 or target.quantization=nf4, or serve it by vLLM and train with "
+                "target.dtype=bfloat16, or serve it by vLLM and train with "
                 "data.features.source=server; or use a device with more memory"
             ) from None
         raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {_way_out(what, error)}") from None

@@ -32,8 +32,8 @@ class TargetRecipe(Section):
     )
     quantization: Literal["int8", "nf4"] | None = Field(
         None,
-        description="load the target's linear layers, except the LM head, in 8 or 4 bits with bitsandbytes, in "
-        "all stages",
+        description="load the target's linear layers, except the LM head, in 8 or 4 bits with bitsandbytes; "
+        "training then takes its features from disk or from servers",
     )
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa",

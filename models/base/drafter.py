@@ -39,7 +39,7 @@ from draftsmith.models.target.features import FINAL_FEATURES, required_layers, s
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
-TrainingMode = Literal["offline", "split_target", "split_weights"]
+TrainingMode = Literal["offline", "split_weights"]
 
 
 class Drafter(DraftHeads):

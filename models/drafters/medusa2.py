@@ -89,7 +89,6 @@ class Medusa2Drafter(MedusaDrafter):
     config_class = Medusa2Config
     unsupported = {  # noqa: RUF012
         "offline": "it changes the target while it trains, so that features from disk would be the old target's",
-        "split_target": "it changes the target's own layers while it trains",
         "split_weights": "its LoRA is inside the target, which runs outside the forward that puts the parts together",
     }
 

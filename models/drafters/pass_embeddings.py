@@ -50,7 +50,6 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
     config_class = PassEmbeddingsConfig
     unsupported = {  # noqa: RUF012
         "offline": "it reads no features: its own forward runs the target's layers",
-        "split_target": "its own forward and backward run the target's layers",
     }
 
     def build(self, config: DrafterConfig) -> None:

@@ -8,16 +8,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
-
-NF4_BLOCK, SCALES_BLOCK = 64, 256  # weights per scale, and scales per scale of scales
-INT8_BYTES = 1.0
-# Half a byte, an 8-bit scale per block, and an fp32 scale per block of scales.
-NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALES_BLOCK)
 
 
 def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
@@ -43,13 +37,3 @@ def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
         bnb_4bit_compute_dtype=computed_in,
     )
     return {"quantization_config": config}
-
-
-def saved_bytes(recipe: TargetRecipe, target: PreTrainedModel) -> int:
-    """Return the bytes that quantisation saves; `target` is not quantised, and may be on the meta device."""
-    if recipe.quantization is None:
-        return 0
-    weight_bytes = INT8_BYTES if recipe.quantization == "int8" else NF4_BYTES
-    head = target.get_output_embeddings()
-    weights = [module.weight for module in target.modules() if isinstance(module, nn.Linear) and module is not head]
-    return round(sum(weight.numel() * (weight.element_size() - weight_bytes) for weight in weights))

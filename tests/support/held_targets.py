@@ -14,7 +14,12 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features import write
 from draftsmith.train.features.cache import FeatureCache, Shard
-from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
+from draftsmith.train.processes.frozen_target import (
+    drafter_options,
+    load_frozen_target,
+    outside_the_launch,
+    sync_models,
+)
 
 
 def write_their_part(recipes: list[Recipe]) -> None:
@@ -55,7 +60,7 @@ def _hold_target(recipe: Recipe) -> None:
     with outside_the_launch():
         target = load_frozen_target(recipe, device)
         torch.manual_seed(0)
-        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, drafter_options(recipe))
         sync_models(recipe, target, drafter, device)
     loading.load_weights = load_weights
     ids = torch.arange(3, 15)[None]

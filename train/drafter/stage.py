@@ -52,7 +52,12 @@ from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import FeatureCache, check_offline_support, open_features
 from draftsmith.train.features.served import ServedFeatures, open_served
-from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
+from draftsmith.train.processes.frozen_target import (
+    drafter_options,
+    load_frozen_target,
+    outside_the_launch,
+    sync_models,
+)
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
@@ -162,7 +167,7 @@ def _target_and_drafter(
     """Return the frozen target and the new drafter, the same in all processes, on this process's device."""
     target = load_frozen_target(recipe, args.device)
     torch.manual_seed(args.seed)
-    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, drafter_options(recipe))
     drafter.prepare_draft_vocab(to_train)
     start = (
         None

@@ -78,21 +78,6 @@ class Projection:
         return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
 
 
-@dataclass(frozen=True)
-class FeatureReport:
-    """Result of `write_features`."""
-
-    folder: Path
-    tokens: int
-    written_bytes: int
-    wall_time_s: float
-
-    def sentence(self) -> str:
-        """Return size and speed of the writing in one sentence."""
-        speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
-        return f"wrote {bytes_text(self.written_bytes)} to {self.folder} in {self.wall_time_s:.0f} s, {speed}"
-
-
 def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
     """Build the target and, attached to it, the drafter as at the start of training, on the meta device.
 
@@ -129,8 +114,8 @@ def project_features(recipe: Recipe) -> Projection:
 
 
 @with_run_lock("features")
-def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
-    """Write the missing shards of features; several processes share the work.
+def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> float:
+    """Write the missing shards of features, which several processes share, and return the seconds that it took.
 
     Args:
         projection: The shards of all tokens, those that are missing, and their size on disk, as told to the user.
@@ -165,8 +150,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
                 fill_from_target(target, index, cache, shard, projection.tokens, chosen, bar)
     if group is not None:
         group.wait_for_everyone()
-    written = sum(shard.tokens for shard in projection.missing)
-    return FeatureReport(folder, written, projection.missing_bytes, time.perf_counter() - begin_s)
+    return time.perf_counter() - begin_s
 
 
 def fill_from_servers(

@@ -17,7 +17,6 @@ from draftsmith.models.groups.layout import Groups
 from draftsmith.models.kernels.cpu_layers import head_size
 from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
-from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
@@ -68,7 +67,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
         drop_decoder_layers(target)
     trained = trained_parameters(drafter)
     memory = {
-        "target": tensor_bytes([*target.parameters(), *target.buffers()]) - saved_bytes(recipe.target, target),
+        "target": tensor_bytes([*target.parameters(), *target.buffers()]),
         "drafter": tensor_bytes([*drafter.parameters(), *drafter.buffers()]),
         "gradients": tensor_bytes(trained),
         "optimiser": _optimizer_bytes(args, drafter, trained),

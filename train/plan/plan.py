@@ -41,7 +41,7 @@ GROUPS = ("parameters", "memory", "disk", "time")
 PARTS = {
     "target": (
         "target weights, frozen",
-        "target.dtype=bfloat16, target.quantization=nf4 or data.features.source=offline",
+        "target.dtype=bfloat16 or data.features.source=server",
     ),
     "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
     "gradients": ("gradients of the drafter", "drafter.options.draft_vocab_size=32000"),

@@ -1,25 +1,27 @@
 """The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
 
-Online every process reads it to its own device. With features from disk or from servers no decoder layer stays: only
-the first process reads the files, into host memory, and the others take from it what they keep. With servers, and
-where the drafter does not start from the target's layers, each process reads the other weights alone.
+Online every process reads it to its own device. With features from disk or from servers each process reads embedding,
+final norm and LM head alone. Where the drafter starts from the target's layers the first process reads these too, into
+host memory; the others get its drafter.
 """
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.kernels.cpu_kernels import pack_linears, use_grouped_sdpa
-from draftsmith.models.target.features import decoder_layers, drop_decoder_layers
-from draftsmith.models.target.loading import load_ends, load_target, target_without_weights
-from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.models.kernels.cpu_kernels import pack_linears
+from draftsmith.models.target.features import drop_decoder_layers
+from draftsmith.models.target.loading import load_ends, load_target
+from draftsmith.recipes.schema import Recipe
 
 RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -50,18 +52,27 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         device: Device of this process.
 
     Raises:
-        UserError: As `load_target`.
+        UserError: As `load_target`, or the target would be quantised by bitsandbytes in every process.
     """
     if recipe.data.features.source == "online":
+        if recipe.target.quantization is not None:
+            raise UserError(
+                f"key `target.quantization`: training runs no target in {recipe.target.quantization}: serve it by vLLM "
+                "in the quantisation that it will have, and set data.features.source=server, or leave the key out"
+            )
         target, _ = load_target(recipe.target.model_copy(update={"device": str(device)}))
         pack_linears(target)
         return target
     chosen = recipe.target.model_copy(update={"device": "cpu"})
-    if recipe.data.features.source == "server" and not starts_from_layers(recipe):
-        return load_ends(chosen)
-    if not _has_peers():
-        return load_target(chosen)[0]
-    return _broadcast_target(chosen, load_target(chosen)[0] if distributed.get_rank() == 0 else None, device)
+    return load_target(chosen)[0] if starts_from_layers(recipe) and _is_first() else load_ends(chosen)
+
+
+def drafter_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options to make a drafter with, which starts at random where it gets the first process's weights."""
+    options = recipe.drafter.options
+    if recipe.data.features.source == "online" or not starts_from_layers(recipe) or _is_first():
+        return options
+    return {**options, "init": "random"}
 
 
 def starts_from_layers(recipe: Recipe) -> bool:
@@ -76,7 +87,7 @@ def starts_from_layers(recipe: Recipe) -> bool:
 def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
     """Move the drafter and the parts of the target that training needs to this process's device.
 
-    Where the first process alone read the target, the others get its drafter; else each has made an equal one.
+    All get the first process's drafter: it alone may have read the target's layers.
     """
     if recipe.data.features.source == "online":
         return
@@ -92,28 +103,8 @@ def _has_peers() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-@torch.no_grad()
-def _broadcast_target(recipe: TargetRecipe, target: PreTrainedModel | None, device: torch.device) -> PreTrainedModel:
-    """Return the first process's target; in the others one whose layers have addresses and take no memory."""
-    dtypes = [None if target is None else {name: tensor.dtype for name, tensor in _tensors(target)}]
-    distributed.broadcast_object_list(dtypes, device=device)
-    if target is None:
-        with torch.device("meta"):
-            target = target_without_weights(recipe)
-        for name, tensor in _tensors(target):
-            tensor.data = tensor.data.to((dtypes[0] or {})[name])
-        target = target.to_empty(device="cpu")
-        target.tie_weights()
-        use_grouped_sdpa(target)
-    layer_ids = {id(parameter) for layer in decoder_layers(target) for parameter in layer.parameters()}
-    _broadcast((tensor for _, tensor in _tensors(target) if id(tensor) not in layer_ids), device)
-    return target
-
-
-def _tensors(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, and the buffers whether they are saved or not."""
-    yield from target.named_parameters()
-    yield from target.named_buffers()
+def _is_first() -> bool:
+    return not _has_peers() or distributed.get_rank() == 0
 
 
 def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -24,16 +23,13 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from draftsmith.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, UserError, reason
+from draftsmith.errors import TERMINATED_EXIT_CODE, UserError, reason
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.target.quantized import quantization_options
 from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
-# Ways to split one sequence or one layer over devices, set by accelerate's `parallelism_config`.
-SPLIT_MODELS = ("TP", "CP", "SP")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 # What accelerate's own config puts into the environment, and the recipe's key that decides in its place.
@@ -44,7 +40,6 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
 MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-WAITING_S = 10.0  # until it is said what is awaited
 Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
 
 logger = logging.getLogger(__name__)
@@ -116,35 +111,21 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def awaiting_processes(processes: int) -> Iterator[None]:
-    """Print what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
+    """Say what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
 
-    Python's handlers do not run while torch waits, so a thread reads the signals' numbers from a pipe.
+    The system ends this process: Python's handlers do not run while torch waits.
     """
     if processes < 2 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-
-    def watch() -> None:
-        if not select.select([reader], [], [], WAITING_S)[0]:
-            print(f"waiting for {processes} processes at {place}; Ctrl-C ends this one", file=sys.stderr, flush=True)
-        while number := os.read(reader, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
-                print("ended while waiting for the other processes", file=sys.stderr, flush=True)
-                os._exit(TERMINATED_EXIT_CODE if number[0] == signal.SIGTERM else INTERRUPTED_EXIT_CODE)
-
-    thread = threading.Thread(target=watch, name="awaiting-processes", daemon=True)
-    thread.start()
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    print(f"waiting for {processes} processes at {place}; Ctrl-C ends this one", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @functools.cache
@@ -185,7 +166,6 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
     Raises:
         UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
-    quantization_options(recipe.target)  # checks that its library is installed
     for obstacle in _obstacles(recipe, args, launch):
         raise UserError(obstacle)
 
@@ -224,16 +204,6 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
             f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
             "gone on from: leave it out"
         )
-    split = [name for name in SPLIT_MODELS if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1]
-    asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
-    if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
-        asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
-    if asks:
-        yield (
-            f"{asks[0]} above 1: drafters are trained data-parallel only, so leave it out; a target that does not fit "
-            "is served by vLLM, with data.features.source=server"
-        )
-
     kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported
     if launch.splits_weights and "split_weights" in unsupported:
@@ -241,9 +211,6 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
             f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {unsupported['split_weights']}: launch "
             "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
         )
-    needs = unsupported.get("split_target")
-    if recipe.target.quantization is not None and needs is not None:
-        yield f"key `target.quantization`: not with drafter.kind `{kind}`, as {needs}: leave it out"
 
 
 class LostProcess(UserError):

@@ -9,20 +9,21 @@ import pytest
 import torch
 from support.held_targets import hold_targets
 from support.processes import run_in_processes
-from support.tiny_runs import save_target, tiny_run
+from support.tiny_runs import tiny_run
 from transformers.integrations import deepspeed
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, outside_the_launch
+from draftsmith.train.processes.frozen_target import RAM_EFFICIENT, load_frozen_target, outside_the_launch
 
 CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
     ({}, "parallel", 1.0, [1, 1]),
     ({"source": "offline"}, "draft_model", 0.0, [1, 0]),  # starts from the target's layers
+    ({"source": "offline"}, "medusa", 0.0, [0, 0]),
     ({"source": "server", "server": {"urls": ["http://localhost"]}}, "parallel", 0.0, [1, 0]),
     ({"source": "server", "server": {"urls": ["http://localhost"]}}, "medusa", 0.0, [0, 0]),  # from its LM head alone
 )  # features, kind, share of the layers in each process, files that each reads
@@ -98,18 +99,7 @@ def test_weights_are_loaded_directly_to_the_device(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantised_target_has_the_planned_size(tmp_path: Path, quantization: str) -> None:
-    """Its layers take the planned bytes, up to the scales of int8; embedding and head stay unquantised."""
-    pytest.importorskip("bitsandbytes")
-    save_target(tmp_path / "target", hidden_size=64, head_dim=16, intermediate_size=128)  # blocks of 64 weights
-    recipe = tiny_run(tmp_path)
-    whole, _ = load_target(recipe.target)
-    recipe.target.quantization = quantization  # type: ignore[assignment]
-    target, _ = load_target(recipe.target)
-    sizes = [sum(p.numel() * p.element_size() for p in model.base_model.parameters()) for model in (whole, target)]
-    saved = saved_bytes(recipe.target, whole)
-    assert sizes[0] - sizes[1] == pytest.approx(saved, rel=0.03)
-    assert torch.equal(target.get_output_embeddings().weight, whole.get_output_embeddings().weight)
-    ids = torch.arange(3, 15)[None]
-    found, expected = (target_features(model, ids).flatten() for model in (target, whole))
-    assert torch.cosine_similarity(found, expected, dim=0) > (0.99 if quantization == "int8" else 0.7)
+def test_training_runs_no_quantised_target(tmp_path: Path, quantization: str) -> None:
+    recipe = tiny_run(tmp_path, target={"quantization": quantization})
+    with pytest.raises(UserError, match=rf"training runs no target in {quantization}: .*data\.features\.source=server"):
+        load_frozen_target(recipe, torch.device("cpu"))
