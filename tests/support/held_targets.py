@@ -3,7 +3,6 @@
 import json
 import os
 
-import pytest
 import torch
 from torch import distributed
 
@@ -12,30 +11,12 @@ from draftsmith.models.target import loading
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.features import write
-from draftsmith.train.features.cache import FeatureCache, Shard
 from draftsmith.train.processes.frozen_target import (
     drafter_options,
     load_frozen_target,
     outside_the_launch,
     sync_models,
 )
-
-
-def write_their_part(recipes: list[Recipe]) -> None:
-    """Write each recipe's features, and the shards written by this process as `<rank>.json` into its run."""
-    for recipe in recipes:
-        written: list[str] = []
-
-        class Noting(FeatureCache):
-            def finish(self, shard: Shard, written: list[str] = written) -> None:
-                written.append(shard.file)
-                super().finish(shard)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(write, "FeatureCache", Noting)
-            write.write_features(recipe, write.project_features(recipe), progress=False)
-        (RunFolder(recipe).root / f"{distributed.get_rank()}.json").write_text(json.dumps(written))
 
 
 def hold_targets(recipes: list[Recipe]) -> None:

@@ -4,8 +4,6 @@ The target runs here, or with `data.features.source: server` gives them from its
 that, from its config and the tokens. The stage can be killed at any moment: existing shards stay, and the next run
 writes the missing ones.
 
-Under a launcher each process writes its part of the shards, with its own target or from all servers.
-
 Shapes: B batch, S sequence, F features.
 """
 
@@ -16,9 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
-from torch import distributed
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -33,7 +29,6 @@ from draftsmith.models.target.loading import (
     load_ends,
     load_target,
     load_target_config,
-    target_device,
     target_without_weights,
 )
 from draftsmith.progress import Progress, progress_bar
@@ -41,8 +36,6 @@ from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import FeaturesRecipe, Recipe
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex, Shard, check_offline_support, feature_settings
 from draftsmith.train.features.served import ServedFeatures
-from draftsmith.train.processes.frozen_target import outside_the_launch
-from draftsmith.train.processes.launch import leave_at_exit
 
 
 @dataclass(frozen=True)
@@ -115,41 +108,31 @@ def project_features(recipe: Recipe) -> Projection:
 
 @with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> float:
-    """Write the missing shards of features, which several processes share, and return the seconds that it took.
+    """Write the missing shards of features, and return the seconds that it took.
 
     Args:
         projection: The shards of all tokens, those that are missing, and their size on disk, as told to the user.
 
     Raises:
-        UserError: The target cannot be loaded, or is not the target of the existing shards.
+        UserError: The target cannot be loaded, a server cannot be used, or there are several processes.
         OSError: The disk is full; finished shards stay.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "`draftsmith features` is one process: for several GPUs start vLLM servers of the target by `draftsmith "
+            "serve RECIPE --features`, and set data.features.source=server"
+        )
     begin_s = time.perf_counter()
-    folder, index, chosen = projection.folder, projection.index, recipe.data.features
-    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
-    number, count, missing, of_target = 0, 1, projection.missing, recipe.target
-    if group is not None:
-        leave_at_exit()
-        number, count = group.process_index, group.num_processes
-        of_target = of_target.model_copy(update={"device": str(group.device)})
-        # Of the first: a slower process would already miss what a faster one has written.
-        files = [[shard.file for shard in missing]]
-        distributed.broadcast_object_list(files, device=group.device)
-        missing = [shard for shard in index.shards if shard.file in set(files[0])]
-    if number == 0:
-        index.write(folder)
-    cache, ours = FeatureCache(folder, index, index.layers), missing[number::count]
-    tokens = sum(shard.tokens for shard in ours)
-    with outside_the_launch(), progress_bar(tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
-        if chosen.source == "server":
-            fill_from_servers(recipe, projection.tokens, index, cache, ours, bar)
+    folder, index, missing = projection.folder, projection.index, projection.missing
+    index.write(folder)
+    cache, tokens = FeatureCache(folder, index, index.layers), sum(shard.tokens for shard in missing)
+    with progress_bar(tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
+        if recipe.data.features.source == "server":
+            fill_from_servers(recipe, projection.tokens, index, cache, missing, bar)
         else:
-            target, _ = load_target(of_target)
-            for shard in ours:
-                fill_from_target(target, index, cache, shard, projection.tokens, chosen, bar)
-    if group is not None:
-        group.wait_for_everyone()
+            target, _ = load_target(recipe.target)
+            for shard in missing:
+                fill_from_target(target, index, cache, shard, projection.tokens, recipe.data.features, bar)
     return time.perf_counter() - begin_s
 
 

@@ -1,14 +1,11 @@
 """Features on disk: their size is confirmed before writing, a killed run resumes, training equals online training."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.held_targets import write_their_part
-from support.processes import run_in_processes
 from support.tiny_runs import (
     LENGTHS,
     recipe_file,
@@ -150,23 +147,10 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
     assert {name: (folder / name).stat().st_mtime_ns for name in written} == written
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_shards")
-def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
-    """Each writes its part: of three missing shards two and one."""
-    alone, threads = tiny_run(tmp_path, "alone"), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in each process: sums depend on it
-    whole = contents(write(alone))
-    torch.set_num_threads(threads)
-    recipe = tiny_run(tmp_path, "copies")
-    folder = RunFolder(recipe).features
-    folder.mkdir(parents=True)
-    for name in ("index.json", "features-00001.safetensors"):  # for the same shards
-        shutil.copy(RunFolder(alone).features / name, folder)
-    run_in_processes(write_their_part, 2, [recipe])
-    found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
-    assert contents(folder) == whole
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"is one process: for several GPUs start vLLM servers .*source=server"):
+        write(tiny_run(tmp_path))
 
 
 @pytest.mark.parametrize(
