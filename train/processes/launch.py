@@ -40,7 +40,7 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
 MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
+Strategy = Literal["single", "ddp", "fsdp", "zero"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Launch:
     @property
     def name(self) -> str:
         """Name of the strategy in messages, as `FSDP2` or `ZeRO-3`."""
-        words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
+        words = {"single": "one process", "ddp": "DDP"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
     @property
@@ -79,8 +79,6 @@ def detect_launch(args: TrainingArguments) -> Launch:
         return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
     if _is_set("ACCELERATE_USE_FSDP"):
         return Launch("fsdp", processes, int(os.environ.get("FSDP_VERSION", "1")))
-    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
 
 
@@ -172,11 +170,6 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
 
 def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
     """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
-    if launch.strategy == "megatron":
-        yield (
-            "accelerate was configured for Megatron-LM, which has no drafters: launch with one of the files in "
-            "recipes/accelerate, such as multi_gpu.yaml"
-        )
     if launch.strategy == "fsdp" and launch.version != 2:
         yield (
             f"accelerate was configured for FSDP version {launch.version}, which flattens the weights that depth "

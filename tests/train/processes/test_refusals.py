@@ -36,7 +36,6 @@ def make_arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, Launch("zero", 1, 2)),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Launch("zero", 1, 3)),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}, Launch("zero", 1, 2)),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
     ],
 )
 def test_detect_launch(
@@ -51,7 +50,6 @@ def test_detect_launch(
 @pytest.mark.parametrize(
     ("launch", "kind", "data", "train", "message"),
     [
-        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which has no drafters: launch with"),
         (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
         (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
         (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
