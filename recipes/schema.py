@@ -92,7 +92,7 @@ class DistillRecipe(Section):
     )
     features: bool = Field(
         False,
-        description="keep the hidden states that servers of `draftsmith serve RECIPE --features` write beside their "
+        description="keep the hidden states that servers of `draftsmith serve RECIPE --features` write next to their "
         "answers, so that training with `data.features.source: server` asks for no row again; needs engine openai",
     )
 

@@ -1,4 +1,4 @@
-"""The target's hidden states that a vLLM server writes beside an answer, kept for the training on that answer.
+"""The target's hidden states that a vLLM server writes next to an answer, kept for the training on that answer.
 
 With `data.distill.features` a server started by `draftsmith serve RECIPE --features` gives an answer and the hidden
 states of prompt and answer by one request. Those of a row of tokens are kept in a file named by a hash of the row's
@@ -59,7 +59,7 @@ def row_file(folder: Path, ids_s: list[int]) -> Path:
 
 @dataclass
 class AnswerFeatures:
-    """Keeper of the hidden states that servers write beside their answers.
+    """Keeper of the hidden states that servers write next to their answers.
 
     served: the servers' folder. kept: the folder for the rows' files. max_length_tokens: of a row, longer ones are cut.
     keeps_cut: whether answers that were cut short are trained on. lost: why states did not come, by request.
@@ -73,7 +73,7 @@ class AnswerFeatures:
     _latest: dict[str, list[int]] = field(default_factory=dict)  # rows by conversation
 
     def take(self, name: str | None, request: Request, answer: Completion, is_trained_on: bool) -> None:
-        """Move what a server wrote beside an answer into the row's file.
+        """Move what a server wrote next to an answer into the row's file.
 
         A conversation's next row replaces the one that it begins with.
 

@@ -102,7 +102,7 @@ class Engine(Protocol):
 class EngineSetting:
     """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer.
 
-    features: folder for the hidden states that servers write beside their answers; None: they are not asked for.
+    features: folder for the hidden states that servers write next to their answers; None: they are not requested.
     """
 
     recipe: Recipe

@@ -179,7 +179,7 @@ class ServedFeatures:
         return self.answers.is_dir() and row_file(self.answers, self._ids(row)).is_file()
 
     def _fetched(self, row: int) -> Tensor:
-        """Return what `fetch` gives for a row that was asked for, and say so where that takes long."""
+        """Return what `fetch` gives for a requested row, and print a line where that takes long."""
         asked, urls = self._asked.pop(row), self._chosen.server.urls
         if not wait([asked], WORTH_SAYING_S).done:
             print(f"waiting for features from {urls[row % len(urls)]}", flush=True)
