@@ -109,7 +109,7 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def awaiting_processes(processes: int) -> Iterator[None]:
-    """Say what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
+    """Print what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
 
     The system ends this process: Python's handlers do not run while torch waits.
     """
