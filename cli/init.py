@@ -58,9 +58,10 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     values["target"] |= {"model": target, "dtype": "auto", "chat_template_kwargs": _thinking(target)}
     values["data"]["conversations"] = {"source": data}
     values["data"]["distill"] |= distill
-    values["drafter"]["options"] = _all_options(kind, base.drafter.options)
-    recipe = Recipe.model_validate(values)
-    write_atomically(file, _as_text(recipe, base, engine))
+    options = load_drafter_class(kind).config_class.Options.model_fields
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in options.items()}
+    values["drafter"]["options"] = defaults | base.drafter.options
+    write_atomically(file, _as_text(Recipe.model_validate(values), base, engine))
     load_recipe(file)
     return file
 
@@ -77,12 +78,6 @@ def _thinking(target: str) -> dict[str, bool]:
             raise
         return {}
     return {THINKING: False} if THINKING in template_variables(template) else {}
-
-
-def _all_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of a kind, with the given values."""
-    fields = load_drafter_class(kind).config_class.Options.model_fields
-    return {key: options.get(key, field.get_default(call_default_factory=True)) for key, field in fields.items()}
 
 
 def _as_text(recipe: Recipe, base: Recipe, engine: str) -> str:

@@ -17,11 +17,12 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason
 from draftsmith.models.groups.attention import Backend
-from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES
 from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.removed import drop_unset, removal_of
@@ -127,15 +128,25 @@ Layers = Annotated[
 ]
 
 
-def _flat_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+def _flat_rope(rope: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
     if rope is None:
         return None
+    target = info.context or {}
     theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
         raise ValueError("must have a positive rope_theta, as in `{rope_theta: 10000}`")
     if kind not in ("default", *ROPE_INIT_FUNCTIONS):
         raise ValueError(f"has rope_type {kind}: use one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+    rope = {**rope, "rope_type": kind, "rope_theta": float(theta)}
+    if target.get("num_attention_heads"):
+        head_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
+        try:
+            OTHER_KINDS["llama"](config=LlamaConfig(head_dim=head_dim, rope_parameters=rope))
+        except Exception as error:  # of any type: each kind of RoPE reads its own keys
+            raise ValueError(
+                f"is no RoPE of this target's heads, which have {head_dim} dimensions ({reason(error)})"
+            ) from None
+    return rope
 
 
 Rope = Annotated[

@@ -26,7 +26,7 @@ from draftsmith.recipes.run_folder import TRAINING_FILE
 # The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
 DRAFTERS = SHIPPED_DRAFTER.with_name("drafters")  # a file each
-FILES = ["*.json", "*.safetensors"]
+FILES = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 NOT_IN_FOLDERS = ["*/*"]
 
 
@@ -109,8 +109,8 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     """Load a trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode.
 
     Raises:
-        UserError: The folder holds no drafter, its weights do not fit its kind, or they are not those that training
-            wrote.
+        UserError: The folder holds no drafter, its weights do not fit its kind, are not those that training wrote, or
+            are not finite.
     """
     drafter = read_drafter(folder, target.dtype).to(target.device)
     drafter.attach(target)
@@ -126,22 +126,13 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
     place = drafter_place(folder) if isinstance(folder, str) else folder
     kind = check_as_trained(place)
     drafter = load_weights("drafter", str(place), load_drafter_class(kind), dtype=dtype)
-    check_finite(place, drafter)
-    return drafter
-
-
-def check_finite(place: Path, drafter: Drafter) -> None:
-    """Check that all weights are finite.
-
-    Raises:
-        UserError: A weight is infinite or no number: trees by confidence would break, and all drafts be rejected.
-    """
     wrong = [name for name, weight in drafter.named_parameters() if not bool(weight.isfinite().all())]
-    if wrong:
+    if wrong:  # trees by confidence would break, and all drafts be rejected
         raise UserError(
             f"{place} has weights that are infinite or NaN ({some_of(wrong)}; in {drafter.dtype}): restore the "
             "folder, or train again"
         )
+    return drafter
 
 
 def read_training(folder: Path) -> Training:

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError, reason
 from draftsmith.files import cache_root, check_writable, expand_home, file_sha256, read_json, written_whole
-from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import fetch_drafter, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, vllm_layout
 from draftsmith.models.formats.reading import Checkpoint, Keys, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target, weights_hash
@@ -37,6 +35,7 @@ from draftsmith.recipes.schema import Recipe
 IMPORT_FILE = "import.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LFS_POINTER = b"version https://git-lfs"
 # A drafter's own tensors, where a trainer saved them under its model's name.
 INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden_norm|mask_hidden)\b")
@@ -86,7 +85,7 @@ def import_start(recipe: Recipe, location: str) -> Path:
     Raises:
         UserError: As `import_drafter`; an embedding or LM head that is not the target's is left out, with a note.
     """
-    source = _place(location)
+    source = fetch_drafter(location, "checkpoint")
     checkpoint = sampled_hash([*source.glob("config.json"), *_weights_files(source)])
     folder = cache_root() / "imported" / f"{source.name}-{checkpoint}-{weights_hash(recipe.target)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def import_drafter(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists: name another folder with --to")
-    source = _place(location)
+    source = fetch_drafter(location, "checkpoint")
     drafter, assumed = _as_drafter(read_checkpoint(source), target, for_start)
     if kind not in (None, drafter.config.kind):
         raise UserError(
@@ -165,6 +164,13 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool
             f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
             f"target ({differences}): import one that was made for this target"
         )
+    parameters = {name for name, _ in drafter.named_parameters()}
+    for name in sorted(parameters & found.state.keys()):
+        if found.state[name].dtype not in DTYPES or not bool(found.state[name].isfinite().all()):
+            raise UserError(
+                f"the checkpoint's {name} ({found.state[name].dtype}) is quantised, or has infinite or NaN values: "
+                "import the unquantised checkpoint of the same drafter, or fetch it again"
+            )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     drafter.config.dtype = drafter.dtype
@@ -180,7 +186,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     config, files = folder / "config.json", _weights_files(folder)
     if not config.is_file() or not files:
-        raise UserError(f"{folder} holds no checkpoint: config.json and weights in *.safetensors, *.bin or *.pt")
+        raise UserError(
+            f"{folder} is no checkpoint: name a folder with config.json and weights in *.safetensors, *.bin or *.pt, "
+            "or a Hub id"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         with file.open("rb") as stream:
@@ -285,15 +294,3 @@ def _weights_files(folder: Path) -> list[Path]:
                 raise UserError(f"{folder / name} is missing, a part of the weights that {index.name} names: fetch it")
     found = [sorted(file for file in folder.glob(pattern) if file.is_file()) for pattern in WEIGHTS]
     return found[0] or [file for file in (*found[1], *found[2]) if file.name not in NO_WEIGHTS]
-
-
-def _place(location: str) -> Path:
-    """Return the folder itself, or where the repository was downloaded to."""
-    folder, published = expand_home(location), hub_id(location)
-    if folder.is_dir():
-        return folder
-    if published is None:
-        raise UserError(f"{location} is no folder, and no `user/repo` of the Hub: name a checkpoint")
-    with hub_errors(f"{location} cannot be imported (it is no folder here, so a Hub id)", published[0]):
-        patterns = ["config.json", "*.index.json", *WEIGHTS]
-        return Path(snapshot_download(published[0], revision=published[1], allow_patterns=patterns))

@@ -218,10 +218,12 @@ def window_of(keys: Keys) -> int | None:
     """Return the sliding window of a config's layers in tokens; None if they have none.
 
     Raises:
-        UserError: Only some layers have a window, or the config does not give its size.
+        UserError: Only some layers have a window, the config does not give its size, or its types are no list.
     """
-    named = keys.get("layer_types")
-    kinds = {str(kind) for kind in named} if isinstance(named, list) else set[str]()
+    named = keys.get("layer_types") or []
+    if not isinstance(named, list):
+        raise UserError(f"config.json: `layer_types` is {named!r}, not a list of each layer's type: correct it")
+    kinds = set(map(str, named))
     if "sliding_attention" not in kinds and not keys.flag("use_swa"):
         return None
     if len(kinds) > 1:

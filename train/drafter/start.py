@@ -25,8 +25,6 @@ from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
-SHOWN_HASH_DIGITS = 12
-
 
 def start_folder(recipe: Recipe) -> Path | None:
     """Return the folder of the drafter that the recipe's starts from; None if it starts from none.
@@ -126,7 +124,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
 
 def start_sentence(start: Start) -> str:
     """Describe a drafter's warm start in one sentence, for the terminal and the model card."""
-    digest = " ".join(start.weights_sha256.values())[:SHOWN_HASH_DIGITS]
+    digest = " ".join(start.weights_sha256.values())[:12]
     rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
     rest += f"; left out: {some_of(start.unused)}" if start.unused else ""
     rest += "" if start.draft_vocabulary is None else f"; {start.draft_vocabulary}"

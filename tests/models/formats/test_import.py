@@ -272,6 +272,12 @@ def test_block_head_must_have_the_targets_rows(published: Publish) -> None:
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 7.0}}
 
+# Factors for heads of 6 dimensions; those here have 8.
+LONGROPE = {
+    "rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
 
 def change_map(make: Callable[[Tensor], Tensor], marked: bool = False) -> Change:
     """Return a change of `d2t`, without `t2d` unless it is `marked`."""
@@ -306,6 +312,10 @@ def drop(*names: str) -> Change:
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "odd"}), "rope_type odd"),
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "llama3"}), "not what transformers reads"),
         ("vllm", lambda c, t: c.update(rope_parameters={"sliding_attention": ROPES}), "none for .*full_attention"),
+        ("vllm", lambda c, t: c.update(rope_scaling=LONGROPE), "no RoPE of this target's heads, which have 8 dim"),
+        ("vllm", lambda c, t: c.update(layer_types="sliding_attention"), "not a list of each layer's type"),
+        ("vllm", lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "fc.weight .torch.int8. is quan"),
+        ("vllm", lambda c, t: t["fc.weight"].fill_(float("nan")), "fc.weight .* or has infinite or NaN values"),
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
         ("vllm", lambda c, t: t.update({"lm_head.weight": torch.tensor(1.0)}), "lm_head is not the target's"),
         ("specforge", drop("d2t", "t2d"), "names a draft vocabulary of 20 tokens of 61, but the checkpoint has no d2t"),
@@ -386,7 +396,7 @@ def test_weights_that_are_not_there(published: Publish, tmp_path: Path) -> None:
     check("is a git-lfs pointer, not the weights: run `git lfs pull`")
     file.unlink()
     os.mkfifo(file)
-    check("holds no checkpoint")
+    check("is no checkpoint: name a folder")
     file.unlink()
     torch.save({"state_dict": theirs.tensors}, file.with_name("pytorch_model.bin"))
     check("holds something else than tensors by name")

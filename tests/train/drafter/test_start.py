@@ -107,7 +107,7 @@ def test_published_checkpoint_is_imported_by_itself(tmp_path: Path, monkeypatch:
     assert_close(weights_of(recipe), drafter.state_dict(), rtol=0, atol=0)
     assert "; note: its embed_tokens is not this target's" in (RunFolder(recipe).drafter / "README.md").read_text()
     (published / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"theirs is no trained drafter, and cannot be imported: .* no checkpoint"):
+    with pytest.raises(UserError, match=r"theirs is no trained drafter, and cannot be imported: .* is no checkpoint"):
         start_folder(recipe)
 
 
