@@ -30,7 +30,7 @@ TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES)
 PARQUET_MAGIC = b"PAR1"
-TABLE_ROWS = 1024  # of a Parquet file, in memory at a time
+TABLE_ROWS = 64  # of a Parquet file, in memory at a time
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
@@ -117,13 +117,24 @@ def _table_records(file: Path, delimiter: str | None) -> Records:
                 text = dict.fromkeys(csv.open_csv(stream, *form).schema.names, pyarrow.string())
             as_text = csv.ConvertOptions(column_types=text, strings_can_be_null=True, null_values=[""])
             batches = csv.open_csv(pyarrow.input_stream(str(file), compression="detect"), *form, as_text)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield f"{file} row {number}", table_record(row)
-    except (pyarrow.ArrowException, OSError) as error:
+        rows = (batch.slice(row, 1) for batch in batches for row in range(len(batch)))
+        for number, row in enumerate(rows, start=1):
+            yield f"{file} row {number}", _table_row(row, f"{file} row {number}")
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         kind = "CSV" if delimiter else "Parquet"
         raise UserError(f"{file} cannot be read as {kind} ({reason(error)}): fetch or write it again") from None
     if number == 0:
         raise UserError(f"{file} is empty: it must hold one conversation per row")
+
+
+def _table_row(row: Any, where: str) -> Any:
+    """Return an Arrow table of one row as a record, or as what is wrong with it."""
+    try:
+        if row.nbytes > MOST_RECORD_BYTES:
+            return InvalidConversation(where, TOO_LARGE, f"{TOO_LARGE}, which no conversation is")
+        return table_record(row.to_pylist()[0])
+    except (ValueError, OverflowError) as error:  # text that is no UTF-8, a date beyond Python's
+        return InvalidConversation(where, "unreadable cell", f"a cell cannot be read ({error})")
 
 
 def table_record(row: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,21 @@ def test_parquet_is_read(tmp_path: Path, name: str) -> None:
     assert turns == [[("user", "q"), ("assistant", TURNS[1]["value"])], [("system", "s"), ("user", "q")]]
 
 
+def test_parquet_cells_that_cannot_be_conversations(tmp_path: Path) -> None:
+    not_utf8 = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, *map(pyarrow.py_buffer, (b"\0\0\0\0\2\0\0\0", b"\xff\xfe"))]
+    )
+    columns = {"large": pyarrow.array(["x" * (17 << 20)]), "utf-8": not_utf8}
+    columns["date"] = pyarrow.array([2**62], pyarrow.timestamp("ms"))
+    reasons = []
+    for name, column in columns.items():
+        parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / name)
+        ((_, found),) = read_records(tmp_path / name)
+        assert str(found).startswith(f"{tmp_path / name} row 1: ")
+        reasons.append(found.reason)
+    assert reasons == ["larger than 16 MiB", "unreadable cell", "unreadable cell"]
+
+
 def test_csv_is_read(tmp_path: Path) -> None:
     """With cells over several lines, quotation marks, BOM, CRLF and gzip; turns are JSON text, no value is null."""
     quoted = json.dumps(TURNS).replace('"', '""')
