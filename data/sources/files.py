@@ -35,10 +35,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
-NOT_BLANK = re.compile(r"[^ \t\r\n]")
 NOT_BLANK_OR_COMMA = re.compile(r"[^ \t\r\n,]")
-CONTAINER = re.compile(r'\s*\{\s*"data"\s*:\s*\[(?=\s*\{)')
-ARRAY = re.compile(r"\s*\[")
+ARRAY = re.compile(r'\s*(\{\s*"data"\s*:\s*\[(?=\s*\{)|\[)')  # `[`, or the beginning of {"data": [{
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
 CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
@@ -185,9 +183,8 @@ def read_json_records(file: Path) -> Records:
         if _is_spread_over_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
-            records = _spread_records(file, text)
-            if records is not None:
-                yield from ((f"{file} record {number}", record) for number, record in enumerate(records, start=1))
+            if ARRAY.match(text) or _decode_first(text) is not None:
+                yield from _spread_records(file, text)
                 return
         with _open_bytes(file) as stream:
             yield from _line_records(file, stream)
@@ -238,7 +235,7 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
 def _is_spread_over_lines(head: bytes) -> bool:
     """Return True if JSON values span lines: the first line starts an array, `{"data": [`, or an unfinished object."""
     text = head.decode("utf-8", errors="replace").strip()
-    if text.startswith("[") or CONTAINER.match(text):
+    if ARRAY.match(text):
         return True
     try:
         DECODER.decode(text)
@@ -249,45 +246,40 @@ def _is_spread_over_lines(head: bytes) -> bool:
     return False
 
 
-def _spread_records(file: Path, text: str) -> list[Any] | None:
-    """Return the records of an array, of `{"data": [...]}`, or values one after the other.
+def _decode_first(text: str) -> Any:
+    """Return the first value of a text; None if it is broken: then it is a line, and later lines may be records."""
+    with suppress(json.JSONDecodeError, RecursionError):
+        return DECODER.raw_decode(text.lstrip())
+    return None
 
-    None if the first value is a broken object: then it is a line, and later lines may be records. Where the text ends
-    inside a record, an `InvalidConversation` follows the whole ones.
+
+def _spread_records(file: Path, text: str) -> Records:
+    """Read the items of an array, or of `{"data": [...]}`, or values one after the other.
+
+    Where the text ends inside a record, an `InvalidConversation` follows the whole ones.
 
     Raises:
-        UserError: Another value is no JSON.
+        UserError: A value is no JSON.
     """
-    values: list[Any] = []
-    opening, end = CONTAINER.match(text) or ARRAY.match(text), 0
-    is_container = opening is not None and opening.re is CONTAINER
-    while (start := NOT_BLANK.search(text, end)) is not None:
+    array = ARRAY.match(text)
+    number, end = 0, array.end() if array else 0
+    while (start := NOT_BLANK_OR_COMMA.search(text, end)) is not None and start[0] != "]":
         try:
             value, end = DECODER.raw_decode(text, start.start())
         except (json.JSONDecodeError, RecursionError) as error:
-            if not values and start[0] == "{" and not is_container:
-                return None
             place, what = start.start(), TOO_DEEP
             if isinstance(error, json.JSONDecodeError):
                 place, what = error.pos, f"not JSON: {error.msg}"
-                whole = values or _whole_items(text, opening.end() if opening else 0)
-                if whole and (error.msg.startswith("Unterminated") or place >= len(text.rstrip())):
-                    return [*whole, _torn(f"{file} record {len(whole) + 1}", len(whole))]
+                if number and (error.msg.startswith("Unterminated") or place >= len(text.rstrip())):
+                    break
             raise UserError(f"{file} line {1 + text.count(chr(10), 0, place)} is {what}") from None
-        values.append(value)
-    if len(values) == 1 and (is_container or isinstance(values[0], list)):
-        return values[0]["data"] if is_container else values[0]
-    return values
-
-
-def _whole_items(text: str, end: int) -> list[Any]:
-    """Return the items of an array that breaks off, up to the first one that is not whole."""
-    items = []
-    with suppress(json.JSONDecodeError, RecursionError):
-        while (start := NOT_BLANK_OR_COMMA.search(text, end)) is not None:
-            item, end = DECODER.raw_decode(text, start.start())
-            items.append(item)
-    return items
+        number += 1
+        yield f"{file} record {number}", value
+    else:
+        if start is not None or not array:
+            return
+    where = f"{file} record {number + 1}"
+    yield where, _torn(where, number)
 
 
 def _torn(where: str, whole: int) -> InvalidConversation:
