@@ -12,8 +12,8 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.card.card import write_data_card
 from draftsmith.data.distill.ledger import Ledger, LedgerView
-from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
-from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.distill.token_dataset import build_token_dataset
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.files import file_sha256
@@ -77,48 +77,15 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| failed | all | a \\| b c | 1 |" in text
 
 
-def card_of_run(
-    tmp_path: Path, max_length_tokens: int, conversations: list[Conversation], **section: Any
-) -> tuple[TokenReport, dict[str, Any]]:
-    """Return the token report and the card's tokens of a run whose ledger holds these conversations."""
-    data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}, **section}
-    recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
-    run = RunFolder(recipe)
-    Ledger(run.data).commit([], conversations)
-    report = build_token_dataset(recipe, TOKENIZER, run)
-    write_data_card(recipe, SourceCounts(), TOKENIZER, None)
-    return report, json.loads((run.data / "card.json").read_text())["tokens"]
-
-
-def talk(key: str, *texts: str, ids: list[int] | None = None) -> Conversation:
-    """Return a conversation of these turns; `ids` of its only answer."""
-    turns = tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
-    return Conversation(key, turns, "x", answer_ids=() if ids is None else (ids,))
-
-
 def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
-    """The card sums the rows of `data/tokens`: answers as the ids that the target generated, conversations as they fit.
-
-    "hello", generated letter by letter, is 5 ids and an end token; the tokenizer would need fewer. The last answers of
-    the second and the third conversation are cut.
-    """
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    letters = [TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hello"]
-    conversations = [
-        talk("1", "hi", "hello", ids=[*letters, end]),
-        talk("2", "hi", "hello", "hi", "hello " * 40),
-        talk("3", "hi", "hello " * 40),
-    ]
-    report, tokens = card_of_run(tmp_path, 40, conversations)
-    asked = prompt_token_ids(TOKENIZER, [Turn("user", "hi")])
-    answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert len(answer) < len(letters) + 1
-    again = prompt_token_ids(TOKENIZER, conversations[1].turns[:3])
-    assert tokens["prompt"]["total"] == 2 * len(asked) + len(again) - len(answer)
-    assert tokens["answer"]["longest"] == 40 - len(asked)
-    assert tokens["answer"]["total"] == len(letters) + 1 + len(answer) + (40 - len(again)) + (40 - len(asked))
-    assert report.loss_tokens == tokens["answer"]["total"]
-    assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
+    _, values = write_card(tmp_path)
+    report = json.loads((tmp_path / "runs0" / "mine" / "data" / "tokens" / "token_report.json").read_text())
+    assert values["tokens"]["answer"]["total"] == report["loss_tokens"]
+    assert values["tokens"]["prompt"]["total"] == report["tokens"] - report["loss_tokens"]
+    asked = prompt_token_ids(TOKENIZER, [Turn("user", "question 1")])
+    answer = TOKENIZER(f"{ANSWER}<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert values["tokens"]["answer"]["longest"] == len(answer)
+    assert values["tokens"]["prompt"]["longest"] == len(asked)
 
 
 def test_card_holds_the_hashes_of_shards(tmp_path: Path) -> None:

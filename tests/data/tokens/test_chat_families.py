@@ -80,17 +80,6 @@ GOLDEN["Qwen3, no thoughts"] = "".join(
         if PLAIN.startswith("<|im_start|>assistant", place)
     )
 )
-# The effect of a system turn: (place in the text without it, the text with it).
-WITH_SYSTEM = {
-    "ChatML": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
-    "Llama 2": ("[INST] Say hi", "[INST] <<SYS>>\nYou are a helper.\n<</SYS>>\n\nSay hi"),
-    "Llama 3": (
-        "<|begin_of_text|>",
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helper.<|eot_id|>",
-    ),
-    "Vicuna": ("A chat between a curious user and an artificial intelligence assistant.", "You are a helper."),
-    "Qwen3": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
-}
 
 
 def marked(family: str, turns: tuple[Turn, ...]) -> str:
@@ -105,14 +94,6 @@ def test_golden_masks_of_families(family: str) -> None:
     if family == "Qwen3, no thoughts":
         golden = golden.replace("»\n", "»")
     assert marked(family, TALK) == golden[: golden.rindex("»") + 1]
-
-
-@pytest.mark.parametrize("family", WITH_SYSTEM)
-def test_system_turn_changes_nothing_else(family: str) -> None:
-    without, with_it = WITH_SYSTEM[family]
-    golden = GOLDEN[family]
-    assert golden.count(without) == 1
-    assert marked(family, (SYSTEM, *TALK)) == golden[: golden.rindex("»") + 1].replace(without, with_it)
 
 
 def test_answers_whose_system_prompt_moves_have_rows_of_their_own() -> None:

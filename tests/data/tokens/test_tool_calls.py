@@ -65,15 +65,6 @@ def test_tool_call_carries_loss_and_its_result_does_not(family: str) -> None:
     assert prompt_token_ids(tokenizer, TALK.turns[:1], TOOLS) != prompt_token_ids(tokenizer, TALK.turns[:1])
 
 
-def test_given_ids_replace_a_call(family: str) -> None:
-    tokenizer = TOOL_FAMILIES[family].tokenizer()
-    said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space than the template writes
-    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-    rows, _ = tokenize_rows(tokenizer, replace(TALK, turns=TALK.turns[:4], answer_ids=(ids, None)), 4096)
-    assert rows[0].answers()[0] == ids
-    assert len(rows) == 1 + (said != CALLS[family])  # the next prompt does not begin with the ids
-
-
 def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     form = template_calls(tokenizer)
