@@ -36,8 +36,7 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
 )
 from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.kernels import cpu_kernels
-from draftsmith.models.kernels.cpu_kernels import best_first, largest
+from draftsmith.models.kernels.cpu_kernels import best_first, largest, most_likely
 from draftsmith.models.sampling import Sampling, drawn, race
 from draftsmith.recipes.schema import MethodConfig
 
@@ -305,9 +304,9 @@ class BestFirst:
                     decoder_index[node] = len(decoder_index)
             # 1. Expansion.
             first_new = len(tokens)
-            drafted = most_likely(logits, self.branch, sampling, decoder.columns)
-            for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
-                for token, log_q in zip(row_tokens, row_log_q, strict=True):
+            scaled = logits if sampling.greedy else sampling.scaled(logits)
+            for node, row, row_log_q in zip(frontier, *most_likely(scaled, self.branch), strict=True):
+                for token, log_q in zip(decoder.columns.tokens(row), row_log_q, strict=True):
                     # A drafter may leave tokens without any probability.
                     if log_q > -math.inf:
                         tokens.append(token)
@@ -334,16 +333,6 @@ TreeBuilder = Chain | Static | BestFirst
 def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
     """Return the columns at some places of the `width` most likely ones of all rows, in one row, on the device."""
     return logits.topk(width, dim=-1).indices.flatten().index_select(0, to_device(places, logits.device))
-
-
-def most_likely(
-    logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the `count` most likely tokens of each row of [R, V'], best first, and their log probabilities."""
-    if not sampling.greedy:
-        logits = sampling.scaled(logits)
-    chosen, log_q = cpu_kernels.most_likely(logits, min(count, logits.shape[-1]))
-    return [columns.tokens(row) for row in chosen], log_q
 
 
 def draw_without_replacement(

@@ -255,9 +255,17 @@ def verify(
     if not sampling.greedy:
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
     best = tree.read(largest(logits))
-    if lenience < 1:
-        return _verify_greedy_leniently(tree, logits, lenience)
-    return follow(tree, best.__getitem__)
+    if lenience == 1:
+        return follow(tree, best.__getitem__)
+
+    def choose(node: int) -> int:
+        """Return the likeliest child x with p(x) >= lenience max p, p at temperature 1 (A.5); else the target's."""
+        row, largest_token = logits[node].float(), best[node]
+        drafted = max((tree.tokens[child] for child in tree.children(node)), key=row.__getitem__, default=largest_token)
+        # p(x) / max p = exp(logit(x) - largest logit)
+        return drafted if row[drafted] >= row[largest_token] + math.log(lenience) else largest_token
+
+    return follow(tree, choose)
 
 
 def follow(tree: DraftTree, choose: Callable[[int], int]) -> Verification:
@@ -272,20 +280,6 @@ def follow(tree: DraftTree, choose: Callable[[int], int]) -> Verification:
                 break
         else:
             return Verification(path, next_token)
-
-
-def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verification:
-    """Follow the most likely child x with p(x) >= lenience max p, where p is the softmax at temperature 1 (A.5)."""
-    path = [0]
-    while True:
-        node_logits = logits[path[-1]].float()
-        best = int(node_logits.argmax())
-        # p(x) / max p = exp(logit(x) - largest logit)
-        least = float(node_logits[best]) + math.log(lenience)
-        good = [child for child in tree.children(path[-1]) if float(node_logits[tree.tokens[child]]) >= least]
-        if not good:
-            return Verification(path, best)
-        path.append(max(good, key=lambda child: float(node_logits[tree.tokens[child]])))
 
 
 def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:

@@ -128,7 +128,11 @@ def _is_read_here(logits: Tensor) -> bool:
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities."""
+    """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities.
+
+    Fewer where there are fewer columns.
+    """
+    count = min(count, logits.shape[-1])
     if _is_read_here(logits):
         columns, log_q = torch.ops.draftsmith.most_likely(logits, count).tolist()
     else:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import most_likely
 from draftsmith.eval.trees import enumeration
 from draftsmith.eval.trees.enumeration import (
     V,
@@ -20,7 +19,7 @@ from draftsmith.eval.trees.enumeration import (
     target_and_draft,
 )
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, verify
-from draftsmith.models.kernels.cpu_kernels import largest
+from draftsmith.models.kernels.cpu_kernels import largest, most_likely
 from draftsmith.models.sampling import Sampling, drawn
 
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
@@ -178,7 +177,7 @@ def test_temperature_near_zero_is_greedy(temperature: float, dtype: torch.dtype)
     expected = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.5]])
     for sampling in (Sampling(temperature), Sampling(temperature, top_k=2), Sampling(temperature, top_p=0.9)):
         assert torch.equal(sampling.probabilities(logits).float(), expected)
-    chosen, log_q = most_likely(logits, 3, Sampling(temperature))
+    chosen, log_q = most_likely(Sampling(temperature).scaled(logits), 3)
     assert (chosen[0][0], log_q[0][0]) == (3, 0.0)
     assert all(math.isfinite(each) for row in log_q for each in row)  # confidences are binned
 
