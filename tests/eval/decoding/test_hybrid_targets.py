@@ -1,9 +1,8 @@
-"""Targets with recurrent layers: a chain that is rejected leaves no trace, and everything but trees works.
+"""Targets with recurrent layers: a chain that is rejected leaves no trace.
 
 The references are `generate` of transformers and forwards without a cache.
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -11,23 +10,18 @@ import pytest
 import torch
 from support.half_right import BUILDERS, GREEDY, HalfRightDecoder, greedy_reference
 from support.tiny_models import HYBRIDS, VOCABULARY, tiny_target
-from support.tiny_runs import recipe_in, save_tokenizer
+from support.tiny_runs import save_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.cli.prove import prove
-from draftsmith.cli.stages import make_drafter
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.recurrent import MOST_UNREAD_TOKENS
-from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
 
 PROMPT = [5, 9, 33, 12, 40, 7]
@@ -96,43 +90,3 @@ def test_single_steps_are_those_of_a_longer_forward(tmp_path: Path) -> None:
     for mixer in mixers:
         mixer.time_step_limit = (target.config.time_step_min, math.inf)
     assert not torch.allclose(torch.stack(steps), plain_logits(target, ids)[1:], atol=1e-3 * largest)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.nightly)])
-def test_every_stage(name: str, tmp_path: Path) -> None:
-    """Distilled by transformers, trained on features of inner layers, proved and exported."""
-    tiny_target(name, num_hidden_layers=4).save_pretrained(tmp_path / "target")
-    save_tokenizer(tmp_path / "target", VOCABULARY)
-    talks = [{"messages": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(4, 10)]
-    questions = [{"question_id": number, "category": "writing", "turns": [f"w{number} w6 w7"]} for number in (5, 8)]
-    for file, lines in (("talks", talks), ("questions", questions)):
-        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = recipe_in(
-        tmp_path,
-        data={
-            "conversations": {"source": str(tmp_path / "talks.jsonl"), "decontaminate": []},
-            "distill": {"engine": "transformers", "max_new_tokens": 12, "cut_answers": "keep"},
-            "max_length_tokens": 64, "tokenize_processes": 1,
-        },
-        drafter={"kind": "eagle3", "options": {"feature_layers": [1, 2, 3]}},
-        train={"max_steps": 3, "save_steps": 3},
-        eval={
-            "questions": str(tmp_path / "questions.jsonl"),
-            "methods": [{"name": "eagle3"}, {"name": "lookup", "kind": "prompt_lookup"}],
-        },
-    )  # fmt: skip
-    make_drafter(recipe)
-    target = tiny_target(name, num_hidden_layers=4)
-    for shard in RunFolder(recipe).data.glob("shards/*.jsonl"):
-        for line in map(json.loads, shard.read_text().splitlines()):
-            (answer,) = line["answer_ids"]
-            prompt = [int(word[1:]) for word in line["messages"][0]["content"].split()]
-            assert answer == greedy_reference(target, prompt, len(answer))
-    proof = prove(recipe, prompts=2, samples=1, new_tokens=16)
-    assert proof.holds
-    assert [(greedy.method, greedy.divergences) for greedy in proof.greedy] == [("eagle3", []), ("lookup", [])]
-    folder = RunFolder(recipe).drafter
-    export_drafter(load_drafter(folder, target), "vllm", tmp_path / "exported", recipe.target.model, folder)
-    written = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"]

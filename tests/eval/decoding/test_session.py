@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.half_right import SIZES, TINY
+from support.half_right import GREEDY, SIZES, TINY
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding import session as session_module
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
@@ -103,3 +105,18 @@ def test_probe_runs_once() -> None:
     TargetSession(model, 20).close()
     assert model in session_module._probed
     assert not model.base_model._forward_hooks
+
+
+def test_cudnn_attention_is_off_in_rounds() -> None:
+    """cuDNN builds a plan for every new length, so in every round."""
+    enabled, seen = torch.backends.cuda.cudnn_sdp_enabled, list[bool]()
+
+    class Noting(Autoregressive):
+        def propose(self) -> DraftTree:
+            seen.append(enabled())
+            return super().propose()
+
+    with TargetSession(tiny("llama"), 40) as session:
+        generate(session, Noting(), [5, 9, 33], GREEDY, 4)
+    assert seen == [False] * 3
+    assert enabled()

@@ -9,7 +9,7 @@ from support.table_decoder import DepthsDecoder, leaf_paths
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirst, Chain, Static
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, follow
-from draftsmith.models.decoding.kv_cache import seen_nodes
+from draftsmith.models.decoding.kv_cache import additive_mask, seen_nodes
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -31,6 +31,15 @@ def test_tree_by_hand() -> None:
     assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
     assert tree.cut_to_depth(2) is tree
     assert tree.cut_to_depth(0).tokens == [7]
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 61])
+def test_rows_of_a_mask_are_aligned(columns: int) -> None:
+    """At 8 elements, 16 bytes in half precision, as CUDA's kernels need them."""
+    hidden = torch.arange(columns) > torch.arange(5)[:, None]
+    mask = additive_mask(hidden, torch.bfloat16)
+    assert torch.equal(mask == 0, ~hidden)
+    assert (mask.storage_offset(), mask.stride(0) % 8, mask.stride(1)) == (0, 0, 1)
 
 
 def test_only_candidates_are_accepted() -> None:

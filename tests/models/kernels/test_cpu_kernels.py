@@ -158,6 +158,10 @@ def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
         (lambda: KERNEL.norm(rows.double(), torch.ones(8).double(), 1e-6, False), "only fp32 and bf16"),
         (lambda: KERNEL.norm(rows, torch.ones(16)[::2], 1e-6, False), "rows and norm differ"),
         (lambda: KERNEL.largest(rows.double()), "only fp32 and bf16"),
+        (
+            lambda: KERNEL.fuse(bias.long(), None, rows, [rows[0]] * 2, 1e-6, packed, None, rows[:2], True),
+            "features have another size",
+        ),
         (lambda: KERNEL.best_first(torch.zeros(0, 9), 2, 3), "not as many rows"),
         (lambda: KERNEL.most_likely(rows, 9), "not as many rows or columns"),
         (lambda: KERNEL.keep_rows(torch.zeros(2, 4, 8), 2**63 - 1, [0]), "no such row"),
@@ -166,13 +170,10 @@ def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
 
 
 @KERNELS
-@pytest.mark.parametrize("number", range(21))
-def test_wrong_inputs_are_refused(number: int) -> None:
-    calls = wrong_calls()
-    assert len(calls) == 21
-    call, sentence = calls[number]
-    with pytest.raises(RuntimeError, match=sentence):
-        call()
+def test_wrong_inputs_are_refused() -> None:
+    for call, sentence in wrong_calls():
+        with pytest.raises(RuntimeError, match=sentence):
+            call()
 
 
 @KERNELS
