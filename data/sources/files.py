@@ -138,8 +138,8 @@ def _table_row(row: Any, where: str) -> Any:
 def table_record(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of a typed table as a record.
 
-    Objects within a column have every key that any row has, null where a row had none: such keys are left out, or a
-    tool's parameters would be those of all tools together.
+    Objects within a column have the keys of all rows, null where their own row has no such key. These nulls are left
+    out; otherwise every tool would have the parameters of all tools.
     """
     return {column: _without_nulls(value) for column, value in row.items()}
 

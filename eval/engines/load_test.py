@@ -81,7 +81,7 @@ class LoadTestRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return the cells of the tables by heading."""
+        """Return this row of the tables: the text of each cell by its heading."""
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",

@@ -200,7 +200,7 @@ class Forward:
         return logits, self._features(features)
 
     def run_chain(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
-        """Run tokens in their order from this position on, in the model's own causal order; as `__call__`."""
+        """Run a chain of tokens from this position on, each of which sees those before it; else as `__call__`."""
         end = first + len(tokens)
         self.cache.write_at(first, end)
         logits = self._logits(to_device(tokens, self.device), self._column_s[first:end], None)
@@ -241,7 +241,7 @@ class Forward:
     # ---- compiled ----
 
     def keep_sizes(self) -> None:
-        """Run trees larger than any so far without compilation from now on, as it would be timed with them."""
+        """Run larger trees than so far without compilation from now on, so that no compilation is timed."""
         self._grows = False
 
     def _size_of(self, num_rows: int) -> int:

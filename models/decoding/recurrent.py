@@ -46,7 +46,7 @@ class StateLayer(LinearAttentionLayer):
                 getattr(self, name)[state_idx] = self.held[name, state_idx][self._selected]
 
     def select(self, sequences: slice, are_new: bool = False) -> None:
-        """Make the next forwards read and write these sequences, of which all are new, or none."""
+        """Select the sequences whose states the next forwards read and write: all are new, or none is."""
         self._selected = sequences
         for (name, number), held in self.held.items():
             getattr(self, name)[number] = held[sequences]

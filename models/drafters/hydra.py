@@ -205,7 +205,7 @@ class HydraDecoder:
         self._levels: list[Graphs] = []  # by depth, where they are compiled
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the heads, a call for each level, and the layer over the prefix."""
+        """Compile the heads, one graph for each depth, and the layer over the prefix."""
         torch._dynamo.mark_static_address(self._rows)
         levels = [self._level_forward(depth) for depth in range(self.num_depths)]
         group = list[Graphs]()

@@ -160,7 +160,7 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Convert a checkpoint of either engine into our parameters.
+    """Convert a checkpoint of DFlash, DFlash 2 or DSpark into our parameters.
 
     Raises:
         UserError: The checkpoint was made for a target of other sizes, or its config lacks a key.

@@ -160,7 +160,7 @@ def read_draft_vocabulary(state: dict[str, Tensor], keys: Keys, vocabulary: int)
     `d2t` holds offsets, or where `t2d` shows it, ids; afterwards it holds offsets. Without one, `t2d` names the tokens.
 
     Returns:
-        W; None if all tokens are drafted, in their order; then there is no map either.
+        W, the number of drafted tokens; None if these are all tokens, in their order, so that no map is needed.
 
     Raises:
         UserError: The ids are not whole numbers, or not those of different tokens of the target; the map is missing; or
@@ -334,8 +334,7 @@ def read_layers(
     if not fits:
         first = differences[0] if differences else f"layers are {model_type}'s"
         raise UserError(
-            f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made "
-            "for this target and has them"
+            f"the checkpoint's {first}: import a drafter that was made for this target, and whose layers have its shape"
         )
     kind, has_other_rope = min(fits, key=lambda fit: fit[1])
     if not has_other_rope:

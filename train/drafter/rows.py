@@ -132,7 +132,7 @@ def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Dataset of packed rows. Documents are read on access; a row has their numbers, for cached features.
+    """Dataset of packed rows, read on access, with the documents' numbers, by which cached features are found.
 
     Args:
         tokens: Examples as `split_rows` gives them.
