@@ -18,7 +18,7 @@ from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.mixture import SourceCounts
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.templates import PROBE, TemplateProblem, thoughts_field
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem, chosen_template, thoughts_field
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -180,7 +180,7 @@ def check_conversations(
         raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
     is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
-        thoughts_field(tokenizer)
+        thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
         fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
         if looked_at and not fitting:

@@ -109,7 +109,7 @@ class TokenReport:
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them as later prompts rewrite the earlier turns)" if self.extra_rows else ""
         counts = {
-            "too long": self.too_long,
+            "without an example, as the first prompt fills data.max_length_tokens": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
             "answers cut at data.max_length_tokens": self.answers_cut,

@@ -58,12 +58,10 @@ class Tally:
     def sentence(self) -> str:
         """Return the counts in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
-        parts += [f"repaired: {counted_reasons(self.repaired)}"] if self.repaired else []
-        parts += [f"invalid: {counted_reasons(self.invalid)}"] if self.invalid else []
-        parts += [f"duplicates: {self.duplicates}"] if self.duplicates else []
-        parts += [f"of the other split: {self.other_split}"] if self.other_split else []
-        parts += [f"contaminated: {counted_reasons(self.contaminated)}"] if self.contaminated else []
-        parts += [f"filtered: {counted_reasons(self.filtered)}"] if self.filtered else []
+        for name in ("repaired", "invalid", "duplicates", "other_split", "contaminated", "filtered"):
+            value = getattr(self, name)
+            count = counted_reasons(value) if isinstance(value, Counter) else value
+            parts += [f"{name.replace('other_split', 'of the other split')}: {count}"] if value else []
         unread = [f"{listed([key])} ({count})" for key, count in self.unread_keys.most_common(MOST_NAMES)]
         unread += ["..."] if len(self.unread_keys) > MOST_NAMES else []
         parts += [f"keys not read: {', '.join(unread)}"] if unread else []

@@ -12,10 +12,11 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
 from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
-from draftsmith.data.tokens.tool_calls import CallForm, call_form
+from draftsmith.data.tokens.tool_calls import FUNCTION, CallForm, call_form
 from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
+LONG_HISTORY = 8  # exchanges, of which a template may keep the last ones alone
 MARK = "Xq7MarkXq7"  # a text that is in no template
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
@@ -24,6 +25,7 @@ SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such 
 LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
     "user": ("the text of user turns (it reads a list of parts, or the last turn alone)", "set target.chat_template"),
     "system": ("system turns", f"write them into the first user turn, set target.chat_template, {SKIP_SUCH}"),
+    "assistant": ("earlier answers", "set target.chat_template"),
     "later system": ("system turns after the first turn", "write them into a user turn, or set target.chat_template"),
 }
 Tools = tuple[Tool, ...]
@@ -53,7 +55,8 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     is_system = [turn.role == "system" for turn in turns]
     is_present = {"user": True, "system": any(is_system[:1]), "later system": any(is_system[1:])}
-    for kind in _left_out(tokenizer, template):
+    is_present["assistant"] = any(turn.role == "assistant" and turn.content for turn in turns[:-1])
+    for kind in _left_out(tokenizer, template, bool(tools)):
         if is_present[kind]:
             what, way_out = LEFT_OUT[kind]
             raise TemplateRefusal(f"the target's chat template leaves out {what}: {way_out}")
@@ -92,7 +95,7 @@ def _render(
     """Render turns by one template, without looking for what it leaves out."""
     messages = [turn.message for turn in turns]
     if any(turn.reasoning_content for turn in turns):
-        field = _thoughts_field(tokenizer, template)
+        field = thoughts_field(tokenizer, template)
         for message in messages:
             if thoughts := message.pop("reasoning_content", ""):
                 message |= _with_thoughts(field, thoughts, message["content"])
@@ -121,29 +124,37 @@ def _apply(
 
 
 @lru_cache(maxsize=8)
-def _left_out(tokenizer: Any, template: str) -> tuple[str, ...]:
+def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]:
     """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt.
 
     Kinds that it refuses are not among them.
     """
     question, answer = PROBE
+    tools = ({"type": "function", "function": FUNCTION},) * has_tools
     asked, told = Turn("user", MARK), Turn("system", MARK)
     probes: dict[str, list[tuple[Turn, ...]]] = {
-        "user": [(asked,), (asked, answer, question)],
+        "user": [(asked,), (asked, *(answer, question) * LONG_HISTORY)],
         "system": [(told, question)],
+        "assistant": [(question, Turn("assistant", MARK), question)],
         "later system": [(question, answer, told, question)],
     }
     written = {
-        kind: [_probe(tokenizer, template, [turn.message for turn in turns], True) for turns in of_kind]
+        kind: [_probe(tokenizer, template, [turn.message for turn in turns], True, tools) for turns in of_kind]
         for kind, of_kind in probes.items()
     }
     return tuple(kind for kind, texts in written.items() if any(text and MARK not in text for text in texts))
 
 
-def _probe(tokenizer: Any, template: str, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
+def _probe(
+    tokenizer: Any,
+    template: str,
+    messages: list[dict[str, Any]],
+    generation_prompt: bool = False,
+    tools: Tools = (),
+) -> str:
     """Render messages; empty if the template refuses them, or cannot be used at all."""
     try:
-        return _apply(tokenizer, template, messages, generation_prompt=generation_prompt)
+        return _apply(tokenizer, template, messages, tools, generation_prompt)
     except EndlessTemplate:
         raise
     except Exception:  # of any kind: templates are programs
@@ -273,23 +284,22 @@ def last_answer(tokenizer: Any, turns: tuple[Turn, ...], tools: Tools = (), prom
     return written
 
 
-def thoughts_field(tokenizer: Any) -> str:
-    """Return the field of a message in which the template looks for thoughts.
+@lru_cache(maxsize=8)
+def thoughts_field(tokenizer: Any, template: str) -> str:
+    """Return the field of a message in which a template looks for thoughts.
 
     Raises:
         TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
-    return _thoughts_field(tokenizer, chosen_template(tokenizer))
-
-
-def _thoughts_field(tokenizer: Any, template: str) -> str:
-    field = _find_thoughts_field(tokenizer, template)
-    if field is None:
-        raise TemplateProblem(
-            "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
-            "write them into `content` between the tokens that the target thinks between, or remove the field"
-        )
-    return field
+    question, answer = (turn.message for turn in PROBE)
+    fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
+    for field in fields:
+        if MARK in _probe(tokenizer, template, [question, answer | _with_thoughts(field, MARK, answer["content"])]):
+            return field
+    raise TemplateProblem(
+        "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
+        "write them into `content` between the tokens that the target thinks between, or remove the field"
+    )
 
 
 def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
@@ -297,17 +307,6 @@ def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
     return {field: thoughts, "content": content}
-
-
-@lru_cache(maxsize=8)
-def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
-    """Find the field of `thoughts_field`; None if there is none."""
-    question, answer = (turn.message for turn in PROBE)
-    fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
-    for field in fields:
-        if MARK in _probe(tokenizer, template, [question, answer | _with_thoughts(field, MARK, answer["content"])]):
-            return field
-    return None
 
 
 def missing_header_sentence(tokenizer: Any) -> str:

@@ -70,6 +70,12 @@ SYSTEM_FIRST = templates.CHATML.replace(
             "the text of user turns .*: set target.chat_te",
         ),
         (LAST_ONLY, ASKED[:1], "the text of user turns"),
+        ("{% set messages = messages[-5:] %}" + templates.CHATML, ASKED[:1], "the text of user turns"),
+        (
+            templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last }}"),
+            (*ASKED, *ASKED[:1]),
+            "leaves out earlier answers",
+        ),
         (
             WITHOUT_SYSTEM,
             (Turn("system", "Be brief."), *ASKED[:1]),
@@ -88,6 +94,15 @@ def test_template_that_leaves_out_what_it_was_given_is_refused(
         prompt_token_ids(tokenizer, turns)
     if "user turns" not in message:
         assert "Say hi" in render(tokenizer, ASKED[:1])
+
+
+def test_system_turn_that_tools_replace_is_refused() -> None:
+    swallowing = "{% if tools and messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}" + LLAMA31
+    tokenizer = Family(swallowing, "<|eot_id|>", "<|begin_of_text|>").tokenizer()
+    turns = (Turn("system", "Be brief."), *ASKED[:1])
+    assert "Be brief." in render(tokenizer, turns)
+    with pytest.raises(TemplateRefusal, match="leaves out system turns"):
+        render(tokenizer, turns, tools=TOOLS)
 
 
 def test_named_templates_are_chosen_by_the_tools_of_a_conversation() -> None:
