@@ -1,10 +1,9 @@
 """Limits of time, memory and output for chat templates, which are untrusted programs.
 
 transformers' sandbox keeps them from files and the network, but lets them loop for ever, or double a string until
-memory is full. While a template runs, a second thread checks it, and raises in its thread if it exceeds a limit. That
-thread cannot run inside one operation of C. So the process's address space is limited meanwhile, in which
-`'a' * 3000000000`, `'a'.center(3000000000)` and `'%3000000000d' % 1` fail, and the few operations that take more time
-than memory are limited by their operands: `BoundedEnvironment`.
+memory is full. While a template runs, the process's address space is limited, in which `'a' * 3000000000` and
+`'%3000000000d' % 1` fail, and a second thread raises in its thread if it takes too long. That thread cannot run inside
+one operation of C: the few that take more time than memory are limited by their operands (`BoundedEnvironment`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MOST_BITS = 1 << 16  # of a number
 MOST_CHARACTERS = 32 << 20  # length of the template's output: four of the longest conversations
 LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
-STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not checked
+STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not limited
 ADDRESS_SPACE = resource.getrlimit(resource.RLIMIT_AS)
 PAGE_BYTES = 4096
 
@@ -137,8 +136,9 @@ _bounded_sum.jinja_pass_arg = do_sum.jinja_pass_arg  # type: ignore[attr-defined
 def _limited_memory() -> Iterator[None]:
     """Limit the address space of this process to its present size and `MOST_GROWTH_BYTES` in this context."""
     soft, hard = ADDRESS_SPACE
-    most = _size_bytes(0) + MOST_GROWTH_BYTES
-    if most == MOST_GROWTH_BYTES or 0 <= soft <= most:  # unknown, or limited already
+    pages = int(STATUS.read_text().split()[0]) if STATUS.exists() else 0
+    most = pages * PAGE_BYTES + MOST_GROWTH_BYTES
+    if not pages or 0 <= soft <= most:  # unknown, or limited already
         yield
         return
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
@@ -149,10 +149,10 @@ def _limited_memory() -> Iterator[None]:
 
 
 def _watch(thread: int, ended: threading.Event) -> None:
-    """Check a thread's template until it has ended; raise `EndlessTemplate` in the thread if it exceeds a limit."""
-    began_s, began_bytes = _spent_s(thread), _size_bytes()
+    """Check a thread's template until it has ended; raise `EndlessTemplate` in the thread if it takes too long."""
+    began_s = _spent_s(thread)
     while not ended.wait(LOOKS_EVERY_S):
-        if _spent_s(thread) - began_s > WITHIN_S or _size_bytes() - began_bytes > MOST_GROWTH_BYTES:
+        if _spent_s(thread) - began_s > WITHIN_S:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(EndlessTemplate))
             ended.wait(RAISE_AGAIN_AFTER_S)
 
@@ -162,10 +162,3 @@ def _spent_s(thread: int) -> float:
     with suppress(AttributeError, OSError):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
-
-
-def _size_bytes(column: int = 1) -> int:
-    """Return the resident size of this process, or for column 0 that of its address space; 0 if it is unknown."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(STATUS.read_text().split()[column]) * PAGE_BYTES
-    return 0

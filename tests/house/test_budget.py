@@ -22,8 +22,8 @@ MOST_DRAFTER_MEMBERS = 24  # that `Drafter` defines
 COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
-    "package": (PACKAGES, (".py",), 36_603),
-    "tests": (("tests",), (".py",), 24_550),
+    "package": (PACKAGES, (".py",), 36_593),
+    "tests": (("tests",), (".py",), 24_565),
     "C++": (PACKAGES, (".cpp", ".h"), 1_802),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }
