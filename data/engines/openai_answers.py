@@ -1,12 +1,14 @@
-"""Responses of servers, which are not trusted: refusals, and checks of answers.
+"""Responses of servers, which are not trusted: limits of size and time, refusals, and checks of answers.
 
 An answer to another prompt, longer than its limit, cut before it, or with control tokens is rejected.
+Redirects to other servers are not followed.
 """
 
+import asyncio
 import re
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import httpx2
 import openai
@@ -18,6 +20,8 @@ from draftsmith.data.tokens.templates import PROBE, TemplateProblem, render, spe
 from draftsmith.errors import MASK
 
 REASON_CHARACTERS = 80
+OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
+MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
 # An answer's text, tokenised here, may have a few more tokens than the server generated, and rarely far fewer.
 MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
 OTHER_ANSWER = "answer of another prompt"
@@ -35,6 +39,43 @@ class ServerFailure(Exception):
 
 class RequestRefused(Exception):
     """Refusal of a request, which the server will never answer."""
+
+
+class BoundedClient(httpx2.AsyncClient):
+    """An HTTP client that limits the size and the total time of its responses, except of streamed ones.
+
+    Args:
+        timeout_s: Seconds from the request's first byte to the response's last.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(limits=openai.DEFAULT_CONNECTION_LIMITS, follow_redirects=False)
+        self._timeout_s = timeout_s
+
+    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """Send a request and read its response.
+
+        Raises:
+            ServerFailure: The body is too large.
+            httpx2.ReadTimeout: The response took too long.
+        """
+        if stream:
+            return await super().send(request, stream=True, **options)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await super().send(request, stream=True, **options)
+                try:
+                    body = bytearray()
+                    async for part in response.aiter_bytes():
+                        body += part
+                        if len(body) > MOST_ANSWER_BYTES:
+                            raise ServerFailure(f"answer of more than {MOST_ANSWER_BYTES >> 20} MiB")
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the answer took too long", request=request) from None
+        headers = {name: value for name, value in response.headers.items() if name not in OF_PACKED_BODIES}
+        return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
 class _Choice(BaseModel):

@@ -13,7 +13,7 @@ A request goes to the server with the fewest requests, `concurrency_per_server` 
 to the next one. So a server that is gone holds its share of the requests only as long as it takes to fail, and one that
 comes back gets its share again.
 
-Responses are limited in time, and checked as far as possible (`openai_answers`). Redirects are not followed.
+Responses are limited in time and size, and checked as far as possible (`openai_answers`).
 """
 
 import asyncio
@@ -40,6 +40,7 @@ from draftsmith.data.engines.engine import (
     Request,
 )
 from draftsmith.data.engines.openai_answers import (
+    BoundedClient,
     RequestRefused,
     ServerFailure,
     Vocabulary,
@@ -207,7 +208,7 @@ class OpenAIEngine:
             base_url=address,
             api_key=self._api_key or NO_KEY,
             max_retries=self.retries,
-            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+            http_client=BoundedClient(self.options.timeout_s),
             timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
             default_headers={} if login is None else {"Authorization": login},
         )
@@ -372,9 +373,8 @@ class OpenAIEngine:
             UserError: The server would reject every request.
         """
         try:
-            async with asyncio.timeout(self.options.timeout_s):  # of the whole; the client's is of each part
-                return await call
-        except (openai.APITimeoutError, TimeoutError):
+            return await call
+        except openai.APITimeoutError:
             raise ServerFailure("timeout") from None
         except openai.APIConnectionError as error:
             reason = one_line(str(error.__cause__ or error))

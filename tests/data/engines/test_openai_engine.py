@@ -1,5 +1,7 @@
 """The openai engine: its requests, how it reads responses, and outcomes of requests while servers fail."""
 
+import gzip
+import json
 import threading
 import time
 import warnings
@@ -17,6 +19,7 @@ from support.openai_setup import (
     run,
 )
 
+from draftsmith.data.engines import openai_answers
 from draftsmith.data.engines.engine import Completion, Failure, Outcome
 from draftsmith.data.engines.openai_answers import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.errors import UserError
@@ -266,6 +269,20 @@ def test_slow_response_times_out_as_a_whole(start_server: StartServer, start_eng
     outcomes = run(start_engine(server, timeout_s=0.2, max_attempts=1), asked)
     assert outcomes == {**right_answers(asked), "c1": Failure("timeout")}
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_too_large_response_is_a_failure(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    monkeypatch.setattr(openai_answers, "MOST_ANSWER_BYTES", 1 << 20)
+    large = json.dumps(response_body([11, END_ID]) | {"padding": "x" * (2 << 20)}).encode()
+    headers = {"Content-Encoding": "gzip"} if is_packed else {}
+    fault = Fault(headers=headers, body=gzip.compress(large) if is_packed else large)
+    server = start_server(lambda body, number: fault if body["prompt"][-1] == 1 else None)
+    asked = requests(3)
+    outcomes = run(start_engine(server, max_attempts=1), asked)
+    assert outcomes == {**right_answers(asked), "c1": Failure("answer of more than 1 MiB")}
 
 
 def test_server_that_is_always_busy_is_given_up(start_server: StartServer, start_engine: StartEngine) -> None:
