@@ -11,7 +11,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from draftsmith.data.sources.question_sets import questions_files, set_name
 from draftsmith.errors import UserError, masked
@@ -36,7 +36,6 @@ EVAL_AGAIN = "delete it and run `draftsmith eval` again"
 TUNED_TREE = "tuned_tree"  # the key of the drafter's config
 SIGNIFICANCE = 1e-3  # of all distribution tests together
 ENUMERATION_TOLERANCE = 1e-9
-FormT = TypeVar("FormT")
 
 
 @dataclass
@@ -151,22 +150,18 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
 
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
     """Read the recorded differences between methods' greedy answers and the target's."""
-    return _recorded(recipe, DIVERGENCES, list[RecordedDivergence], key="answers") or []
+    file = RunFolder(recipe).eval / DIVERGENCES
+    return read_json(file, list[RecordedDivergence], EVAL_AGAIN, "answers") if file.is_file() else []
 
 
 def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
     """Read the result of `draftsmith prove`; None if it was not run with the weights that the drafters have now."""
-    proof = _recorded(recipe, PROOF, Proof, "delete it and run `draftsmith prove` again")
+    file = RunFolder(recipe).eval / PROOF
+    if not file.is_file():
+        return None
+    proof = read_json(file, Proof, "delete it and run `draftsmith prove` again")
     # `as_json` computes the verdicts again from the figures.
-    return proof.as_json() if proof is not None and proof.drafter_weights == drafter_weights(recipe) else None
-
-
-def _recorded(
-    recipe: Recipe, name: str, form: type[FormT], way_out: str = EVAL_AGAIN, key: str | None = None
-) -> FormT | None:
-    """Read a measurement's file in the run's `eval` folder; None if it does not exist."""
-    file = RunFolder(recipe).eval / name
-    return read_json(file, form, way_out, key) if file.is_file() else None
+    return proof.as_json() if proof.drafter_weights == drafter_weights(recipe) else None
 
 
 # ---- the proof ----

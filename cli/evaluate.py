@@ -80,7 +80,11 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     files = {f"questions {name}": file for name, file in questions_files(choices.question_sets).items()}
     folder.record("eval", {**files, **weights})
     if devices:
-        _measure_in_processes(recipe, questions, devices)
+        # Every process logs its records itself, so that none are lost.
+        with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
+            parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
+            for each in parts:
+                each.result()
     elif (gpus := torch.cuda.device_count()) > 1:
         console.print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
     bench, methods, drafters = _bench(recipe, questions)
@@ -133,14 +137,6 @@ def gpus_for(processes: int) -> list[str]:
             "device, or on one CPU, slow each other down and falsify the times; give a smaller number"
         )
     return visible[:processes]
-
-
-def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: list[str]) -> None:
-    """Measure the questions in one process per device; every process logs its records itself, so none are lost."""
-    with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
-        parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
-        for each in parts:
-            each.result()
 
 
 def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:

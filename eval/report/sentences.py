@@ -105,18 +105,18 @@ def verdict_word(ends: list[float] | None) -> str:
 def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
     """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured."""
     timed = {method_key(row): row for row in timing}
-    return [_verdict(rows, timed) for rows in by_temperature(drafted_rows(summary)).values()]
+    bests = [(best_row(rows), len(rows)) for rows in by_temperature(drafted_rows(summary)).values()]
+    return [_verdict(best, count, timed) for best, count in bests]
 
 
-def _verdict(rows: list[Row], timed: dict[str, Row]) -> SpeedVerdict:
-    best = best_row(rows)
-    assert best is not None
+def _verdict(best: Row, count: int, timed: dict[str, Row]) -> SpeedVerdict:
+    """Judge the fastest of `count` methods."""
     shown, tasks = headline(best), best.get("over_tasks")
     word = verdict_word(shown["speedup_interval"])
     name, times = best["method"], f"{shown['speedup_mean']:.2f} times the speed of the target alone"
     if tasks:
         times += f" in the mean over {tasks['tasks']} tasks"
-    among = f", the fastest of {len(rows)} methods," if len(rows) > 1 else ""
+    among = f", the fastest of {count} methods," if count > 1 else ""
     sentence = {
         FASTER: f"{name}{among} generates at {times}.",
         NO_GAIN: f"{name}{among} reaches {times}, but the interval includes 1: no gain is shown.",
@@ -191,8 +191,6 @@ def baseline_sentences(baseline: list[Row]) -> list[str]:
                 " Part of any speedup here is due to a slow baseline: compared with a step at the speed of a plain "
                 "read the speedup would be smaller."
             )
-        if 1 < row["share"] <= CACHED_SHARE:
-            sentence += " More than 100 %: a part of the weights is still in the processor's cache at the next step."
         if row["share"] > CACHED_SHARE:
             sentence += (
                 " The processor's cache holds the target, so arithmetic is the limit: each further row of a draft tree "

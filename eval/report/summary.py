@@ -295,9 +295,9 @@ def headline(row: Row) -> Row:
     return row.get("over_tasks") or row
 
 
-def best_row(rows: list[Row]) -> Row | None:
+def best_row(rows: list[Row]) -> Row:
     """Return the fastest row; one that is not lossless only if no other was measured."""
-    return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]), default=None)
+    return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]))
 
 
 # ---- figures computed from rows ----

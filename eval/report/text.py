@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.results import portable
-
 NOT_LOSSLESS = "not lossless"  # a method with lenience
 
 
@@ -69,10 +67,3 @@ def drafter_name(folder: str) -> str:
     """Return a drafter's name: its run's, else its folder's, or its Hub id."""
     path = Path(folder)
     return path.parent.name if path.name == "drafter" and path.parent.name else place_name(folder)
-
-
-def without_places(text: str, root: Path | None = None) -> str:
-    """Return the text with local paths shortened to their last part, that of the run's folder to its last two."""
-    if root is not None and root.is_absolute():
-        text = text.replace(root.as_posix(), "/".join(root.parts[-2:]))
-    return str(portable(text))

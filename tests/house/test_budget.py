@@ -17,13 +17,13 @@ from draftsmith.models.base.drafter import Drafter
 
 MOST_FILE_LINES = 550
 LONGER = {"tests/models/kernels/test_cpu_layers.py": 726}  # to be split
-MOST_ENTRIES = 20  # of a folder: its folders and its files of code
+MOST_ENTRIES = 17  # of a folder: its folders and its files of code
 MOST_DRAFTER_MEMBERS = 24  # that `Drafter` defines
 COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
-    "package": (PACKAGES, (".py",), 36_593),
-    "tests": (("tests",), (".py",), 24_565),
+    "package": (PACKAGES, (".py",), 36_546),
+    "tests": (("tests",), (".py",), 24_483),
     "C++": (PACKAGES, (".cpp", ".h"), 1_802),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.live_memory import LiveMemory
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models import loss as through_head
@@ -40,6 +41,26 @@ BY_HAND = {
 
 
 # ---- rows ----
+
+
+class LiveMemory(TorchDispatchMode):
+    """Most elements, after any operation, of all storages created or seen within the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_elements = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                elements = storage.nbytes() // tensor.element_size()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), elements))
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self.peak_elements = max(self.peak_elements, sum(elements for _, elements in self._live.values()))
+        return result
 
 
 @pytest.mark.parametrize("name", NAMES)

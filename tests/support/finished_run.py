@@ -18,7 +18,7 @@ from draftsmith.cli.console import console
 from draftsmith.cli.main import app
 from draftsmith.recipes.schema import MethodConfig
 
-LONGEST_S = 30.0  # for a command; a run takes a second or two
+LONGEST_S = 120.0  # for a command; a run takes a second or two on an idle machine
 
 
 class Hangs(BaseException):

@@ -79,6 +79,8 @@ def write_drafter_card(
     if recipe.target.chat_template_kwargs:
         of_target["chat_template_kwargs"] = repr(recipe.target.chat_template_kwargs)
     target = named or _public(recipe.target.model)
+    sections = public_recipe(recipe)
+    shown = {name: sections[name] for name in RECIPE_SECTIONS if sections[name] != {}}
     training = TrainReport.read(folder) if (folder / TRAINING_FILE).is_file() else None
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
@@ -91,8 +93,9 @@ def write_drafter_card(
         target=target,
         of_target=of_target,
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
-        what=_describe_kind(recipe.drafter.kind),
-        recipe_yaml=_shown_recipe(recipe),
+        # Without names of other modules.
+        what=re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(recipe.drafter.kind)),
+        recipe_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip(),
         training=training,
         start=None if training is None or training.start is None else start_sentence(training.start),
         figures=figures,
@@ -164,17 +167,13 @@ def _public(name: str) -> str:
     return Path(name).name if Path(name).exists() or name.startswith((".", "/", "~")) else name
 
 
-def _describe_kind(kind: str) -> str:
-    """Return the first paragraph of the drafter's module docstring, without names of other modules."""
-    return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
-
-
 def _papers(kind: str) -> list[str]:
     """Return the arXiv ids in the first paragraph of the drafter's own file."""
     return list(dict.fromkeys(ARXIV_ID.findall(_first_paragraph(kind))))
 
 
 def _first_paragraph(kind: str) -> str:
+    """Return the first paragraph of the docstring of the drafter's own file."""
     doc = importlib.import_module(f"draftsmith.models.drafters.{kind}").__doc__ or ""
     return " ".join(doc.strip().split("\n\n")[0].split())
 
@@ -195,9 +194,3 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
         if "drafter" in method:
             method["drafter"] = _public(method["drafter"])
     return masked(portable(sections))
-
-
-def _shown_recipe(recipe: Recipe) -> str:
-    sections = public_recipe(recipe)
-    ordered = {name: sections[name] for name in RECIPE_SECTIONS if sections[name] != {}}
-    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True).strip()

@@ -75,15 +75,13 @@ def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset
             f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves {int((~out).sum())} to train on "
             f"and {int(out.sum())} to evaluate on: choose a share that leaves some of both"
         )
-    return numbered.select(np.flatnonzero(~out)), _whole_answers(numbered.select(np.flatnonzero(out)))
-
-
-def _whole_answers(heldout: Dataset) -> Dataset:
-    """Return the examples with loss on the copies that `data.loops: mask` took out: a hole would end an answer."""
+    # A hole in the loss, of a copy that `data.loops: mask` took out, would end an answer.
+    heldout = numbered.select(np.flatnonzero(out))
     columns = heldout[:]
-    rows = zip(columns["input_ids"], columns["loss_mask"], strict=True)
-    masks = [TokenizedConversation(*row).with_copies().loss_mask for row in rows]
-    return Dataset.from_dict({**columns, "loss_mask": masks}, features=heldout.features)
+    pairs = zip(columns["input_ids"], columns["loss_mask"], strict=True)
+    masks = [TokenizedConversation(*pair).with_copies().loss_mask for pair in pairs]
+    whole = Dataset.from_dict({**columns, "loss_mask": masks}, features=heldout.features)
+    return numbered.select(np.flatnonzero(~out)), whole
 
 
 def _place(ids_s: np.ndarray) -> float:

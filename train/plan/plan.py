@@ -97,7 +97,9 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
     Raises:
         UserError: The target's config cannot be read, or a key is wrong.
     """
-    args, tokens = recipe_arguments(recipe, options.processes), _train_tokens(recipe)
+    args, tokens, run = recipe_arguments(recipe, options.processes), None, RunFolder(recipe)
+    if (run.data / "tokens").is_dir():
+        tokens, _ = split_rows(load_tokens(run, recipe.name), recipe.data.eval_rows_frac)
     length, labelled, how = training_rows(recipe, tokens)
     answers, conversations = count_answers(recipe), recipe.data.conversations.limit
     if answers is not None:
@@ -165,14 +167,6 @@ def _verdict(options: PlanOptions, cost: StepCost, step: MeasuredStep | None) ->
     if activations > max(cost.bytes.values()):
         ways_out.insert(0, f"{FEWER_ROWS} (activations: {bytes_text(activations)})")
     return False, f"does not fit with a tenth left free: {need}; less with {'; or '.join(ways_out)}"
-
-
-def _train_tokens(recipe: Recipe) -> Dataset | None:
-    """Return the distilled examples that training reads; None before distilling."""
-    if not (RunFolder(recipe).data / "tokens").is_dir():
-        return None
-    tokens = load_tokens(RunFolder(recipe), recipe.name)
-    return split_rows(tokens, recipe.data.eval_rows_frac)[0]
 
 
 def training_rows(recipe: Recipe, tokens: Dataset | None) -> tuple[int, int, str]:

@@ -48,29 +48,14 @@ class Scale:
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(1.0, max(0.0, share)), 2)
 
-    def ticks(self, about: int = 5) -> list[tuple[str, float]]:
-        """Return about this many ticks at round values, placed in percent."""
-        values = round_values(self.low, self.high, about)
+    def ticks(self) -> list[tuple[str, float]]:
+        """Return about five ticks at multiples of 1, 2, 2.5 or 5 times a power of ten, placed in percent."""
+        raw = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        values = [round(number * step, 10) for number in range(first, last + 1)]
         return [(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}", self.percent(value)) for value in values]
-
-
-def scale_around(values: Sequence[float], *also: float) -> Scale:
-    """Return a scale over the values, with a margin on both sides."""
-    every = [*values, *also]
-    low, high = min(every), max(every)
-    room = 0.06 * (high - low) or 0.5
-    return Scale(low - room, high + room)
-
-
-def round_values(low: float, high: float, about: int) -> list[float]:
-    """Choose multiples of 1, 2, 2.5 or 5 times a power of ten, from low to high."""
-    if not low < high:
-        return [low]
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) -> list[dict[str, Any]]:
@@ -89,7 +74,9 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
         return []
     shown = list(map(headline, drafted))
     ends = [end for figures in shown for end in figures["speedup_interval"] or []]
-    scale = scale_around([*ends, *(figures["speedup_mean"] for figures in shown)], 1.0)
+    values = [1.0, *ends, *(figures["speedup_mean"] for figures in shown)]
+    room = 0.06 * (max(values) - min(values)) or 0.5
+    scale = Scale(min(values) - room, max(values) + room)
     baselines = {
         row["temperature"]: row["tokens_per_s"]
         for row in summary

@@ -22,6 +22,7 @@ from draftsmith.eval.report.summary import (
 )
 from draftsmith.files import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe
+from draftsmith.results import portable
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Titles in the table of contents, by section; a section's name is that of its template and its anchor.
@@ -47,7 +48,7 @@ def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
             `eval/engines/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, reports of `trained`
             drafters by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `data_card`.
     """
-    values = report_values(root, facts)
+    values = report_values(facts)
     forms = {
         "report.md": _environment().get_template("report.md.j2"),
         "report.html": _environment(autoescape=True).get_template("page.html.j2"),
@@ -72,7 +73,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
     return environment
 
 
-def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def report_values(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts together with all values that the templates of report.md and report.html need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
     records, proof = facts["records"], facts["proof"]
@@ -91,7 +92,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
         "questions_name": ", ".join(map(set_name, EvalRecipe.model_validate(recipe["eval"]).question_sets)),
-        "command": text.without_places(facts["command"], root),
+        "command": portable(facts["command"]),
         "proof": sentences.proof_sentence(proof),
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else sentences.LENIENCE_WARNING,
@@ -155,7 +156,7 @@ def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:
                 "kind": method["kind"],
                 "tree": ", ".join(tree) if drafts else "-",
                 "drafter": drafter if drafts else "",
-                "options": text.without_places(", ".join(options)),
+                "options": portable(", ".join(options)),
             }
         )
     return rows
