@@ -22,8 +22,7 @@ from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.files import cache_root
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
-from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.kernels.cuda_attention import use_split_sdpa
+from draftsmith.models.kernels.attention import use_own_attention
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.packaged import SMOLLM2
@@ -79,8 +78,7 @@ def smollm2(step: Step) -> Any:
             return target
     torch.manual_seed(0)
     target = random_target(step.size("135m", "embedded"), step.device, "bfloat16")
-    use_grouped_sdpa(target)
-    use_split_sdpa(target)
+    use_own_attention(target)
     step.add("weights", "random")
     return target
 

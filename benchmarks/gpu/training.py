@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaModel, PreTrainedModel
 
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.attention import use_own_attention
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.loss import HeadRows, head_loss
 from draftsmith.models.target.features import target_features
@@ -31,7 +31,7 @@ NUM_MASKS = 4
 def main(step: Step) -> None:
     torch.manual_seed(0)
     target = random_target(step.size("135m", "embedded"), step.device, "bfloat16")
-    use_grouped_sdpa(target)
+    use_own_attention(target)
     with without_cudnn_attention():
         step.add("folded", step_beside_its_parts(target, step.size(2048, 64), step.size(7, 1)))
 

@@ -22,8 +22,8 @@ from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.decoding.decoders import ALL_TOKENS, GrowingTree
 from draftsmith.models.decoding.forward import Forward
 from draftsmith.models.decoding.kv_cache import LONGEST_TREE_NODES, KVCache
+from draftsmith.models.kernels.attention import use_own_attention
 from draftsmith.models.kernels.cpu_kernels import pack_linears
-from draftsmith.models.target.loading import use_own_attention
 from draftsmith.models.target.windows import architecture, has_recurrent_layers, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.schema import Section

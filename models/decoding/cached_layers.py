@@ -50,7 +50,7 @@ class CachedAttention(KVCache):
             )
             return out.transpose(1, 2)
         mask = self.mask[None, None]
-        if can_attend(q_bhrd, mask):
+        if can_attend(q_bhrd, keys, values, mask):
             return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
         if self._splits and can_split(q_bhrd, keys, values, mask):
             return split_attention(q_bhrd, keys, values, mask, scale)

@@ -6,28 +6,23 @@ Without the operations (`cpu_library.py`) all of it runs on torch's own.
 import heapq
 import itertools
 import math
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from draftsmith.models.kernels.cpu_library import has_kernels, vector_lanes
 
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
-GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
 MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
 
 
-def can_attend(query: Tensor, mask: Tensor | None) -> bool:
+def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return True if our kernel supports query [B, H, R, D], with an additive mask [1, 1, R, S] or None for one row.
 
-    Keys and values must be like the query: in dtype, in head size, and contiguous in it.
+    Keys and values must be like the query: in dtype, in head size (DeepSeek's values, for one, are of another), and
+    contiguous in it.
     """
     batch, _, rows, head_size = query.shape
     return (
@@ -35,6 +30,9 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
         and query.device.type == "cpu"
         and query.dtype in DTYPES
         and query.stride(3) == 1
+        and all(
+            part.dtype == query.dtype and part.shape[3] == head_size and part.stride(3) == 1 for part in (key, value)
+        )
         and (
             rows == 1 if mask is None else rows <= MOST_ROWS and mask.dtype == query.dtype and mask.shape[:2] == (1, 1)
         )
@@ -43,41 +41,6 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
         and head_size % vector_lanes() == 0
         and head_size <= MOST_VECTORS * vector_lanes()
     )
-
-
-def grouped_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend: query [B, H, n, D], key, value [B, Hkv, S, D], additive or bool mask [B or 1, 1, n, S] -> [B, n, H, D].
-
-    transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
-    verification. A tree of one sequence goes through `cpu_kernels.cpp`; the rest through torch's kernel for CPUs, which
-    reads shared heads as they are.
-    """
-    plain = options.get("position_bias") is None and options.get("cache") is None
-    scale = options.get("scaling")
-    # DeepSeek's values, for one, are of another size than its keys.
-    alike = all(
-        part.dtype == query.dtype and part.shape[3] == query.shape[3] and part.stride(3) == 1 for part in (key, value)
-    )
-    if plain and alike and can_attend(query, attention_mask):
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return torch.ops.draftsmith.attention(query, key, value, attention_mask, scale), None
-    is_ours = attention_mask is not None and query.device.type == "cpu" and not torch.is_grad_enabled()
-    if not is_ours or not plain:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
-AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
-
-
-def use_grouped_sdpa(model: PreTrainedModel) -> None:
-    """Replace `sdpa` by `grouped_sdpa` where the model is on a CPU."""
-    if model.config.get_text_config()._attn_implementation == "sdpa" and model.device.type == "cpu":
-        model.set_attn_implementation(GROUPED_SDPA)
 
 
 class PackedLinear(nn.Linear):

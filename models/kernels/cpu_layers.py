@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear
@@ -263,7 +262,7 @@ class CpuTarget:
         Returns:
             Logits [N - first_kept, V], empty without an LM head, and features [N, F].
         """
-        inputs = F.embedding(torch.tensor(tokens), self._embedding.weight.detach())
+        inputs = self._embedding.weight.detach().index_select(0, torch.tensor(tokens))
         features, logits = self._layers.native.forward(
             inputs, *self._angles, list(positions), keys, values, start, None if parents is None else list(parents),
             window or 0, False, None, list(taps), first_kept, self._layers.has_head, False,

@@ -22,11 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-SPLIT_SDPA = "split_sdpa"
 MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attention has enough blocks
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
 LEAST_SPLITS = 16  # of a merge: it is compiled again for every further power of two
@@ -205,29 +201,6 @@ def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
             or (mask.dtype != torch.bool and mask.shape == (1, 1, rows, key.shape[2]) and mask.stride(3) == 1)
         )
     )
-
-
-def split_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend as transformers' `sdpa` does, with the arguments and results of that; few rows by `split_attention`."""
-    is_plain = options.get("position_bias") is None and options.get("cache") is None
-    if is_plain and can_split(query, key, value, attention_mask):
-        scale = options.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return split_attention(query, key, value, attention_mask, scale), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-
-AttentionInterface.register(SPLIT_SDPA, split_sdpa)
-AttentionMaskInterface.register(SPLIT_SDPA, sdpa_mask)
-
-
-def use_split_sdpa(model: PreTrainedModel) -> None:
-    """Replace `sdpa` by `split_sdpa` where the model is on CUDA and the kernels work there."""
-    is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"
-    if is_sdpa and model.device.type == "cuda" and has_split_attention(model.device, model.dtype):
-        model.set_attn_implementation(SPLIT_SDPA)
 
 
 @functools.cache

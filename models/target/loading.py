@@ -24,8 +24,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.errors import UserError, did_you_mean, reason
-from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
-from draftsmith.models.kernels.cuda_attention import use_split_sdpa
+from draftsmith.models.kernels.attention import use_own_attention
 from draftsmith.models.target.text_model import (
     auto_class,
     choose_attention,
@@ -126,12 +125,6 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
     for key, value in whole.items():
         setattr(target.config.get_text_config(), key, value)
     return _frozen(recipe, target)
-
-
-def use_own_attention(model: PreTrainedModel) -> None:
-    """Make a model attend by our kernels: of grouped heads on a CPU, over split keys on a GPU."""
-    use_grouped_sdpa(model)
-    use_split_sdpa(model)
 
 
 def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:

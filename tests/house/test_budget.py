@@ -16,7 +16,6 @@ from support.places import PACKAGES, ROOT
 from draftsmith.models.base.drafter import Drafter
 
 MOST_FILE_LINES = 550
-LONGER = {"tests/models/kernels/test_cpu_layers.py": 726}  # to be split
 MOST_ENTRIES = 17  # of a folder: its folders and its files of code
 MOST_DRAFTER_MEMBERS = 24  # that `Drafter` defines
 COMMITS = 50
@@ -24,7 +23,7 @@ COMMITS = 50
 BUDGETS = {
     "package": (PACKAGES, (".py",), 36_546),
     "tests": (("tests",), (".py",), 24_483),
-    "C++": (PACKAGES, (".cpp", ".h"), 1_802),
+    "C++": (PACKAGES, (".cpp", ".h"), 1_702),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }
 FOLDERS = (*PACKAGES, "tests", "benchmarks")
@@ -79,8 +78,7 @@ def test_lines(what: str) -> None:
 
 def test_files_are_short() -> None:
     counts = {file.relative_to(ROOT).as_posix(): count_lines(file) for file in list_files(FOLDERS, (".py",))}
-    longer = {name: count for name, count in counts.items() if count > LONGER.get(name, MOST_FILE_LINES)}
-    assert longer == {}
+    assert {name: count for name, count in counts.items() if count > MOST_FILE_LINES} == {}
 
 
 def test_folders_have_few_entries() -> None:

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from draftsmith.models.decoding import kv_cache
 from draftsmith.models.decoding.kv_cache import KVCache
-from draftsmith.models.kernels import cpu_kernels
+from draftsmith.models.kernels import attention, cpu_kernels
+from draftsmith.models.kernels.attention import OWN_SDPA, own_sdpa, use_own_attention
 from draftsmith.models.kernels.cpu_kernels import (
     DTYPES,
-    GROUPED_SDPA,
     MOST_ROWS,
     PackedLinear,
     pack_linears,
     packable_bytes,
-    use_grouped_sdpa,
 )
 from draftsmith.models.kernels.cpu_library import has_kernels
 
@@ -223,7 +222,7 @@ def test_forward_of_one_sequence_uses_the_kernels(
     torch_own, used = F.scaled_dot_product_attention, []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: (used.append(1), torch_own(*a, **o))[1])
     with torch.inference_mode():
-        out, _ = cpu_kernels.grouped_sdpa(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+        out, _ = own_sdpa(torch.nn.Module(), query, key, value, mask, scaling=0.3)
         wanted = torch_own(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     close = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out, wanted, atol=close, rtol=close)
@@ -235,13 +234,11 @@ def test_forward_is_bitwise_equal_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> No
     target = tiny_target()
     with torch.inference_mode():
         expected = target(input_ids=IDS, attention_mask=MASK).logits
-        use_grouped_sdpa(target)
-        assert target.config._attn_implementation == GROUPED_SDPA
+        use_own_attention(target)
+        assert target.config._attn_implementation == OWN_SDPA
         called = []
-        plain = cpu_kernels.sdpa_attention_forward
-        monkeypatch.setattr(
-            cpu_kernels, "sdpa_attention_forward", lambda *a, **o: (called.append(1), plain(*a, **o))[1]
-        )
+        plain = attention.sdpa_attention_forward
+        monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **o: (called.append(1), plain(*a, **o))[1])
         assert torch.equal(target(input_ids=IDS, attention_mask=MASK).logits, expected)
         assert not called
         causal = target(input_ids=IDS).logits
@@ -253,7 +250,7 @@ def test_forward_is_bitwise_equal_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gradients_use_transformers_attention() -> None:
     target = tiny_target().requires_grad_(True)
-    use_grouped_sdpa(target)
+    use_own_attention(target)
     target(input_ids=IDS, attention_mask=MASK).logits.sum().backward()
     ours = target.base_model.layers[0].self_attn.k_proj.weight.grad.clone()
     target.zero_grad()

@@ -47,7 +47,7 @@ def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
     pack_linears(linear)
     assert type(linear) is nn.Linear
     with torch.no_grad():
-        assert not can_attend(torch.zeros(1, 1, 1, 64), None)
+        assert not can_attend(*[torch.zeros(1, 1, 1, 64)] * 3, None)
     (told,) = (record.getMessage() for record in caplog.records if "uses torch's own" in record.getMessage())
     assert sentence in told
 

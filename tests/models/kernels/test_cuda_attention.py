@@ -16,12 +16,11 @@ from support.vllm_answers import TRITON, has_triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.models.kernels import cuda_attention
+from draftsmith.models.kernels import attention, cuda_attention
+from draftsmith.models.kernels.attention import OWN_SDPA, use_own_attention
 from draftsmith.models.kernels.cuda_attention import (
-    SPLIT_SDPA,
     can_split,
     has_split_attention,
-    use_split_sdpa,
 )
 
 NUM_RESULTS = len(CASES) + 2  # cases of one row also run without a mask
@@ -81,21 +80,6 @@ def test_kernel_takes_few_rows_of_one_sequence(
     assert not can_split(**given)  # the kernel has no backward
 
 
-def test_other_calls_go_to_transformers_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(cuda_attention, "sdpa_attention_forward", lambda *given, **options: calls.append(options))
-    monkeypatch.setattr(cuda_attention, "split_attention", lambda *given: given[-1])
-    given = sample()
-    arguments = (torch.nn.Identity(), given["query"], given["key"], given["value"], given["mask"])
-    with torch.no_grad():
-        assert cuda_attention.split_sdpa(*arguments, scaling=0.5) == (0.5, None)
-        assert cuda_attention.split_sdpa(*arguments, scaling=None) == (0.125, None)
-        assert calls == []
-        cuda_attention.split_sdpa(*arguments, position_bias=given["mask"])
-    cuda_attention.split_sdpa(*arguments, scaling=0.5)
-    assert calls == [{"position_bias": given["mask"]}, {"scaling": 0.5}]
-
-
 @pytest.fixture
 def check_again() -> Iterator[None]:
     has_split_attention.cache_clear()
@@ -136,18 +120,19 @@ def test_kernels_that_fail_or_differ_are_not_used(
         ("cuda", "sdpa", True, True),
         ("cuda", "sdpa", False, False),
         ("cuda", "eager", True, False),
-        ("cpu", "sdpa", True, False),
+        ("cpu", "sdpa", False, True),
+        ("mps", "sdpa", True, False),
     ],
 )
-def test_sdpa_on_cuda_is_replaced(
+def test_sdpa_is_replaced(
     device: str, implementation: str, works: bool, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_attention, "has_split_attention", lambda *_: works)
+    monkeypatch.setattr(attention, "has_split_attention", lambda *_: works)
     chosen: list[str] = []
     config = SimpleNamespace(_attn_implementation=implementation)
     config.get_text_config = lambda: config
     model: Any = SimpleNamespace(
         config=config, device=torch.device(device), dtype=torch.bfloat16, set_attn_implementation=chosen.append
     )
-    use_split_sdpa(model)
-    assert chosen == [SPLIT_SDPA] * is_replaced
+    use_own_attention(model)
+    assert chosen == [OWN_SDPA] * is_replaced

@@ -16,7 +16,7 @@ from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.decoding.forward import Compiler
-from draftsmith.models.kernels.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.kernels.attention import use_own_attention
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.text_model import name_base_model
 from draftsmith.models.target.windows import (
@@ -66,7 +66,7 @@ def build_windowed_target(name: str, **changes: Any) -> PreTrainedModel:
     name_base_model(target)
     if name not in ("gemma2", "gpt_oss"):
         target.set_attn_implementation("sdpa")
-        use_grouped_sdpa(target)
+        use_own_attention(target)
     return target
 
 
