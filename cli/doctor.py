@@ -22,6 +22,7 @@ from draftsmith.cli.data_checks import (
     check_tokens,
     get_expected,
 )
+from draftsmith.data.engines.vllm_engine import gives_hidden_states
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
@@ -83,6 +84,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     add(trained, "drafter.init", _check_start(recipe, target))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
     add(trained, "engines", _check_engines(recipe, target))
+    add(trained, "features from vLLM", _check_served_features(recipe, target))
     if serve is not None:
         add(f"served by {serve}", "export", _check_export(recipe, target, serve))
     return diagnosis
@@ -164,6 +166,18 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]
         "llama.cpp take drafter.kind=dflash2 or eagle3, with their own drafter.options"
     )
     yield Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))
+
+
+def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
+    """Check that vLLM's model of this target gives hidden states, where features come from servers."""
+    if recipe.data.features.source != "server":
+        return
+    name, check = type(target).__name__, "features from vLLM"
+    gives = gives_hidden_states(name)
+    unknown = "not checked: vLLM is not installed here, whose class of the target needs the EAGLE-3 interface"
+    lacking = f"vLLM's {name} has no EAGLE-3 interface, and so gives no hidden states: set data.features.source=online"
+    fine = f"vLLM's {name} has the EAGLE-3 interface"
+    yield Finding.of(check, fine, {}, (gives is None, "warning", unknown), (gives is False, "defect", lacking))
 
 
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:

@@ -136,6 +136,17 @@ def require_vllm(who: str) -> None:
         )
 
 
+def gives_hidden_states(architecture: str) -> bool | None:
+    """Return whether vLLM's class of an architecture has the EAGLE-3 interface; None if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model = ModelRegistry.models.get(architecture)
+    return model is not None and supports_eagle3(model.load_model_cls())
+
+
 def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
     """Return the arguments of a `VllmServer`; `options.llm` overrides all others."""
     target = setting.recipe.target

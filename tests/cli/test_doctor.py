@@ -221,6 +221,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
         "vLLM can load it; not SGLang: it takes",
     ),
+    "features by an engine that is not here": (
+        "warning", {}, ["data.features={source: server, server: {urls: ['http://h:8000']}}"],
+        "drafter/features from vLLM", "vLLM is not installed here, whose class of the target needs",
+    ),
     "three engines": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: eagle3, options: {first_token: false}}"],
         "drafter/engines", "^vLLM, SGLang, llama.cpp can load it$",

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +23,7 @@ class FeatureServer:
 
     Faults: `ids` (other tokens), `nan`, `short` (a row too few), `layers` (a layer too few), `dtype`, `damaged`,
     `unwritten` (no file but the reason), `busy` (HTTP 500), `long` (HTTP 400), `nothing` (no path), `dead` (closes the
-    connection), `other` (as another target).
+    connection), `other` (as another target), `slow` (after 0.1 s).
     """
 
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], folder: Path) -> None:
@@ -67,6 +68,7 @@ class FeatureServer:
             self.requests += 1
             number = self.requests
         fault = self.fault if self.fault_from <= number < self.fault_until else ""
+        time.sleep(0.1 if fault == "slow" else 0.0)
         if fault in ("busy", "long", "dead"):
             return {"busy": 500, "long": 400, "dead": 0}[fault], {"message": "the prompt is too long"}
         sent, answer = asked["prompt"], list[int]()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -180,6 +181,16 @@ def test_another_server_takes_over(
         train_drafter(recipe)
     assert have_equal_weights(whole, recipe)
     assert f"waiting for features from {second.url}" in capsys.readouterr().out
+
+
+def test_slow_server_is_named(
+    server: FeatureServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served, "WORTH_SAYING_S", 0.02)
+    server.fault = "slow"
+    report = train_drafter(served_run(tmp_path, "run", server.url))
+    assert f"waiting for features from {server.url}\n" in capsys.readouterr().out
+    assert re.search(r" tokens/s \(\d+% of the time waiting for rows\); ", report.sentence())
 
 
 def test_stopped_training_resumes_to_the_same_weights(server: FeatureServer, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from support.served_drafters import load_embedded
@@ -14,22 +16,25 @@ from support.vllm_answers import generate_answers
 from support.vllm_server import NEEDS_VLLM, vllm_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.cli.stages import run_distill
 from draftsmith.data.engines.vllm_engine import VllmServer
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.errors import UserError
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_ends, load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.features import served
-from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.cache import FeatureCache, FeatureIndex
+from draftsmith.train.features.served import SERVED_NAME, ServedFeatures
 from draftsmith.train.features.serving import server_arguments
+from draftsmith.train.features.write import project_features, write_features
 
 datasets = pytest.importorskip("datasets")
 __all__ = ["vllm_environment"]  # fixture
 pytestmark = NEEDS_VLLM
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20, "dtype": "float32", "max_num_batched_tokens": 128}
-ANSWER_TOKENS = 24
+ANSWER_TOKENS, LAYERS = 24, (4, FINAL_FEATURES)
 
 
 @pytest.fixture(scope="module")
@@ -67,31 +72,90 @@ def server(tmp_path: Path, rows: list[dict[str, Any]]) -> Iterator[VllmServer]:
     started.close()
 
 
+def check_equal(target: Any, found: torch.Tensor, ids: torch.Tensor) -> None:
+    """Check features [S, F] of the first S of these tokens."""
+    expected = target_features(target, ids, layers=LAYERS)[0, : len(found)]
+    (inner, final), (our_inner, our_final) = found.chunk(2, dim=-1), expected.chunk(2, dim=-1)
+    torch.testing.assert_close(inner, our_inner, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(final, our_final, atol=5e-4, rtol=0)
+    assert torch.equal(target.lm_head(final).argmax(-1), target.lm_head(our_final).argmax(-1))
+
+
 def check_features(recipe: Recipe, rows: list[dict[str, Any]]) -> None:
     """Check all rows twice, the second time from cached prefixes.
 
     Features are equal within rounding, after the final norm within 5e-4, and so is the most likely token everywhere.
     """
     target, _ = load_target(recipe.target)
-    options = {**recipe.drafter.options, "init": "random"}
-    drafter = load_drafter_class("parallel").from_target(load_ends(recipe.target), options)
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
-    source = ServedFeatures(recipe.data.features, tokens, drafter)
+    source = ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS)
     source.check_servers()
     for row in [*range(len(rows)), *range(len(rows))]:
         ids = torch.tensor([rows[row]["input_ids"]])
         found = torch.zeros(ids.shape[1], source.width)
         source.read([row], found)
-        expected = target_features(target, ids, layers=(4, FINAL_FEATURES))[0]
-        (inner, final), (our_inner, our_final) = found.chunk(2, dim=-1), expected.chunk(2, dim=-1)
-        torch.testing.assert_close(inner, our_inner, atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(final, our_final, atol=5e-4, rtol=0)
-        assert torch.equal(target.lm_head(final).argmax(-1), target.lm_head(our_final).argmax(-1))
+        check_equal(target, found, ids)
+    source.sweep()
     assert list(Path(recipe.data.features.server.folder).glob("*.safetensors*")) == []
 
 
-def test_features_are_the_targets(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    check_features(embedded_run(tmp_path, "run", rows, server.url), rows)
+def test_features_are_the_targets(
+    server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after requests that were broken off, whose files are swept."""
+    recipe = embedded_run(tmp_path, "run", rows, server.url)
+    check_features(recipe, rows)
+    for row in rows:
+        with suppress(httpx2.TimeoutException):
+            body = {"model": SERVED_NAME, "prompt": row["input_ids"], "max_tokens": 1}
+            httpx2.post(f"{server.url}/completions", json=body, timeout=0.01)
+    monkeypatch.setattr(served, "ORPHAN_AGE_S", -1.0)
+    check_features(recipe, rows)
+
+
+def test_answers_come_with_their_features(tmp_path: Path) -> None:
+    """One request for each turn; then the rows' features are there, without a server."""
+    servers = {"urls": ["http://127.0.0.1:1"], "folder": str(tmp_path / "served")}
+    asked = {"engine": "openai", "options": {"base_urls": ["http://127.0.0.1:1/v1"]}, "features": True}
+    data = {
+        "conversations": {"source": "stdlib", "split": "train", "limit": 12},
+        "distill": {**asked, "max_new_tokens": 48, "cut_answers": "keep"},
+        "features": {"source": "server", "dtype": "float32", "server": servers},
+        "max_length_tokens": 256,
+    }
+    drafter = {"options": {"num_masks": 2, "feature_layers": [*LAYERS]}}
+    recipe = recipe_in(tmp_path, target={"model": "embedded", "dtype": "float32"}, drafter=drafter, data=data)
+    server = VllmServer({**server_arguments(recipe), **SMALL}, "the test")
+    recipe.data.distill.options["base_urls"] = [server.url]
+    try:
+        run_distill(recipe)
+    finally:
+        server.close()
+    write_features(recipe, project_features(recipe), progress=False)
+    tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
+    index, (target, _) = FeatureIndex.read(RunFolder(recipe).features), load_target(recipe.target)
+    assert index is not None
+    cache = FeatureCache(RunFolder(recipe).features, index, LAYERS)
+    for row, ids in enumerate(tokens["input_ids"]):
+        found = torch.zeros(len(ids), cache.width)
+        cache.read([row], found)
+        check_equal(target, found[:-1], torch.tensor([ids]))
+    assert len(tokens) >= 12
+
+
+def test_full_disk_is_said(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """No disk has as many free bytes as this server leaves."""
+    recipe = embedded_run(tmp_path, "run", rows, "http://127.0.0.1:1")
+    arguments = server_arguments(recipe)
+    arguments["kv_transfer_config"]["kv_connector_extra_config"]["min_free_bytes"] = 1 << 60
+    server = VllmServer({**arguments, **SMALL}, "the test")
+    recipe.data.features.server.urls = [server.url]
+    tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
+    try:
+        with pytest.raises(UserError, match=r"gives no features \(it could not write .* bytes are free on the disk"):
+            ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS).check_servers()
+    finally:
+        server.close()
 
 
 def test_features_of_tensor_parallel_servers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.feature_server import feature_server
 from support.launched_training import NOT_LEFT, config_for_two_cpus, launch
-from support.tiny_runs import tiny_run, weights_of
+from support.tiny_runs import LENGTHS, tiny_run, weights_of
 
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
@@ -110,6 +112,26 @@ def test_resumed_training_is_bitwise_equal(
     assert f"resuming from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
     found, expected = weights_of(broken), weights_of(trained(name))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_two_processes_ask_a_server_for_their_rows(tmp_path: Path) -> None:
+    """Each row is asked for once, by one of them, and kept by both; the result is that of one process."""
+    train = {"global_batch_size": 4, "max_steps": 6, "logging_steps": 1, "learning_rate": 1e-3}
+    workers = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
+    online = tiny_run(tmp_path, "online", train=train)
+    train_drafter(online)
+    (tmp_path / "served").mkdir()
+    with feature_server(load_target(online.target)[0], (1, 3, 4), tmp_path / "served") as server:
+        servers = {"urls": [server.url], "folder": str(tmp_path / "served"), "keep": True, "timeout_s": 60.0}
+        features = {"source": "server", "dtype": "float32", "server": servers}
+        recipe = tiny_run(tmp_path, "both", data={"features": features}, train={**train, **workers})
+        launched("cpu_x2", recipe)
+        assert server.requests == 2 + len(LENGTHS)
+    assert losses(recipe) == pytest.approx(losses(online), abs=1e-5)
+    for key, value in weights_of(online).items():
+        torch.testing.assert_close(weights_of(recipe)[key], value, atol=1e-5, rtol=0)
+    kept = sorted(file.name for file in RunFolder(recipe).features.iterdir())
+    assert kept == ["features-00000.safetensors", "index.json"]
 
 
 @pytest.mark.nightly
