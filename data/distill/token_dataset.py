@@ -171,7 +171,7 @@ def build_token_dataset(
         if report.rows == 0:
             shutil.rmtree(building)
             if report.refused == report.conversations:
-                raise _first_refusal(view, work)
+                tokenize_rows(work.tokenizer, next(view.distilled()), work.max_length_tokens)  # raises what is wrong
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
@@ -194,16 +194,6 @@ def build_token_dataset(
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
         return report
-
-
-def _first_refusal(view: LedgerView, work: Work) -> UserError:
-    """Return the error of the first conversation, for a template that takes none."""
-    for made in view.distilled():
-        try:
-            tokenize_rows(work.tokenizer, made, work.max_length_tokens)
-        except TemplateProblem as problem:
-            return problem
-    return UserError("the target's chat template rejects every conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(

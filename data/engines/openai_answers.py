@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+import httpx2
 import openai
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 

@@ -30,6 +30,7 @@ from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
 from draftsmith.data.engines.openai_answers import (
+    MOST_ANSWER_BYTES,
     OTHER_ANSWER,
     RequestRefused,
     ServerFailure,
@@ -39,7 +40,6 @@ from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError, masked
 from draftsmith.recipes.schema import MOST_DEPTHS
 
-MOST_ANSWER_BYTES = 16 << 20  # 100,000 tokens with their text are a tenth of it
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # Names of the engine's options on the command line.
 OPTIONS = {"base_urls": "--server", "model": "--server-model", "api_key_env": "--api-key-env"}
