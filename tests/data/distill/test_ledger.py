@@ -59,12 +59,6 @@ def test_torn_line_is_ignored(tmp_path: Path) -> None:
     assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["saidc00", "saidc01"]
 
 
-def test_first_record_of_a_conversation_counts(tmp_path: Path) -> None:
-    for text in ("first", "second"):
-        Ledger(tmp_path).commit([], [finished("x", text)])
-    assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["firstx"]
-
-
 def test_damaged_line_is_located_in_the_error(tmp_path: Path) -> None:
     Ledger(tmp_path).commit([], [finished(IDS[0]), finished(IDS[1])])
     view = LedgerView(tmp_path)
