@@ -222,24 +222,20 @@ def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]
     return Checkpoint(config, renamed(checkpoint.tensors, TORCHSPEC_NAMES, back=True)), assumed
 
 
-_in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)
+_to_library = partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator")
+_to_library2 = partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel")
 EXPORTERS = {
-    ("dflash", "vllm"): _in_blocks(to_dflash, refusals=DFLASH_RULES, method="dflash", first_vllm="0.20"),
-    ("dflash", "sglang"): _in_blocks(to_dflash, refusals=(*DFLASH_RULES, *SGLANG_RULES), method="DFLASH"),
-    ("dflash2", "vllm"): _in_blocks(to_dflash2, refusals=DFLASH2_RULES, method="dflash", first_vllm=FIRST_DFLASH2),
-    ("dflash2", "sglang"): _in_blocks(to_dflash2, refusals=(*DFLASH2_RULES, *SGLANG_RULES), method="DFLASH"),
-    ("dflash", "speculators"): _in_blocks(
-        partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator"),
-        refusals=(*DFLASH_RULES, *SPECULATORS_RULES),
-        method="dflash",
-        first_vllm="0.20",
-    ),
-    ("dflash2", "speculators"): _in_blocks(
-        partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel"),
-        refusals=(*DFLASH2_RULES, *SPECULATORS_RULES),
-        method="dflash",
-        first_vllm=FIRST_DFLASH2,
-    ),
-    ("dspark", "vllm"): _in_blocks(to_dspark, refusals=DSPARK_RULES, method="dspark"),
-    ("dspark", "sglang"): _in_blocks(to_dspark, refusals=(*DSPARK_RULES, *SGLANG_RULES), method="DSPARK"),
+    (kind, to): Exporter(
+        write, parameters, rules, method, needs_target=has_draft_vocabulary, in_blocks=True, first_vllm=first_vllm
+    )
+    for kind, to, write, rules, method, first_vllm in (
+        ("dflash", "vllm", to_dflash, DFLASH_RULES, "dflash", "0.20"),
+        ("dflash", "sglang", to_dflash, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", ""),
+        ("dflash2", "vllm", to_dflash2, DFLASH2_RULES, "dflash", FIRST_DFLASH2),
+        ("dflash2", "sglang", to_dflash2, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", ""),
+        ("dflash", "speculators", _to_library, (*DFLASH_RULES, *SPECULATORS_RULES), "dflash", "0.20"),
+        ("dflash2", "speculators", _to_library2, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", FIRST_DFLASH2),
+        ("dspark", "vllm", to_dspark, DSPARK_RULES, "dspark", ""),
+        ("dspark", "sglang", to_dspark, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", ""),
+    )
 }

@@ -112,15 +112,11 @@ def exporter_of(config: DrafterConfig, to: str) -> Exporter:
 
 def refusal(config: DrafterConfig, to: str) -> str | None:
     """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
-    if (config.kind, to) not in EXPORTERS:
-        return config.not_exported or no_place(config.kind, to)
-    return exporter_of(config, to).refusal(config)
-
-
-def no_place(kind: str, to: str) -> str:
-    """Return why a format without an exporter for a kind does not support it, and which kind to train instead."""
+    if (config.kind, to) in EXPORTERS:
+        return exporter_of(config, to).refusal(config)
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
-    return f"it takes {', '.join(kinds)} and has no place for {kind}: train with drafter.kind={kinds[0]}"
+    advice = f"it takes {', '.join(kinds)} and has no place for {config.kind}: train with drafter.kind={kinds[0]}"
+    return config.not_exported or advice
 
 
 def check_expressible(config: DrafterConfig, to: str) -> None:

@@ -28,10 +28,6 @@ HYDRA_NAMES = {
 }
 
 
-def _faster_decoding_names(blocks: int) -> dict[str, str]:
-    return {"blocks.#.layers.#.": "#.#.linear.", "lm_heads.#.": f"#.{blocks}."}
-
-
 # Config values of the heads that we implement, and the defaults of missing keys (hydra_heads/mlp_head.py,
 # hydra_model.py).
 HYDRA_KEYS = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
@@ -78,7 +74,8 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     """
     state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
     _, blocks = _counts(state, r"(\d{1,4})\.(\d{1,4})\.linear\.")
-    state = renamed(state, _faster_decoding_names(max(blocks, 1)), back=True)
+    names = {"blocks.#.layers.#.": "#.#.linear.", "lm_heads.#.": f"#.{max(blocks, 1)}."}
+    state = renamed(state, names, back=True)
     borrowed = take_borrowed(state)
     heads, layers = _counts(state, r"blocks\.(\d{1,4})\.layers\.(\d{1,4})\.weight")
     weights = {name: value for name, value in state.items() if re.match(r"blocks\..*\.weight$", name)}
