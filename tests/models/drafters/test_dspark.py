@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.dflash import DFlashDrafter
 
 TARGET = tiny_target(num_hidden_layers=4)
@@ -25,11 +24,3 @@ def test_labels_outside_the_draft_vocabulary_have_no_loss(until_first_error: boo
     ids = torch.arange(40, 60).view(1, 20)
     features, teacher = drafter.training_features(TARGET, ids)
     assert drafter(ids, features, torch.ones_like(ids), teacher_features=teacher).loss == 0.0
-
-
-def test_confidence_and_markov_head_start_at_zero() -> None:
-    drafter = load_drafter_class("dspark").from_target(TARGET, {"markov_rank": 5})
-    state = drafter.state_dict()
-    assert not state["confidence_head.proj.weight"].any()
-    assert not state["confidence_head.proj.bias"].any()
-    assert not state["markov_head.markov_w2.weight"].any()
