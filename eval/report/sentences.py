@@ -191,6 +191,8 @@ def baseline_sentences(baseline: list[Row]) -> list[str]:
                 " Part of any speedup here is due to a slow baseline: compared with a step at the speed of a plain "
                 "read the speedup would be smaller."
             )
+        if 1 < row["share"] <= CACHED_SHARE:
+            sentence += " More than 100 %: a part of the weights is still in the processor's cache at the next step."
         if row["share"] > CACHED_SHARE:
             sentence += (
                 " The processor's cache holds the target, so arithmetic is the limit: each further row of a draft tree "

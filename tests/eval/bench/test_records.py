@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.records import made_up
+from support.report_facts import made_up
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.records import made_up
-from support.report_facts import records_of
+from support.report_facts import made_up, records_of
 
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.report.summary import (
