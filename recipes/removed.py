@@ -25,6 +25,7 @@ REMOVED: dict[str, Removed] = {
     "data.conversations.filters.min_turns": Removed("filter the file before", unset=(1,)),
     "data.conversations.filters.min_turn_chars": Removed("filter the file before", unset=(1,)),
     "data.conversations.filters.max_turn_chars": Removed("filter the file before"),
+    "drafter.init_vocabulary": Removed("leave it out: it is always `extended`", unset=(None, "own", "extended")),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
     ),

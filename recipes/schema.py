@@ -209,12 +209,6 @@ class DrafterRecipe(Section):
         "`quickstart drafter.kind=eagle`; `draftsmith run` first trains that recipe's drafter, on this recipe's "
         "target and data",
     )
-    init_vocabulary: Literal["own", "extended"] = Field(
-        "own",
-        description="draft vocabulary after `init`, for a drafter with a reduced one whose rows were not "
-        "trained: `own`: tokens of this run's answers; `extended`: these and the tokens of the trained drafter, "
-        "for a run with few answers",
-    )
 
 
 class ValidationRecipe(Section):

@@ -395,7 +395,7 @@ class Learner:
                 "runs_dir": str(cycles),
                 "seed": number,
                 "target": self.training_target.model_dump(),
-                "drafter": self.drafter | {"init": str(begun_from), "init_vocabulary": "extended"},
+                "drafter": self.drafter | {"init": str(begun_from)},
                 "train": TRAINING | {"max_steps": max(1, len(rows) // ROWS_OF_A_STEP)},
             }
         )

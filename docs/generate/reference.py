@@ -20,7 +20,11 @@ from generate.picture import NAMES, RESULT
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "reference").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "guides" / "train.md",
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+)
 MADE_TEXT = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
@@ -121,6 +125,16 @@ def measured() -> list[str]:
         if name != "autoregressive@0":
             mean = row["over_tasks"]
             lines.append(f"| {words} | {mean['tau']:.2f} | {_speedup(mean)} | {row['speedup_mean']:.2f}x |")
+    return lines
+
+
+def adapted() -> list[str]:
+    """Return the training guide's table: tau on a fine-tuned target, before and after training."""
+    figures = json.loads((ROOT / "docs" / "results" / "smollm2" / "tuned.json").read_text(encoding="utf-8"))["figures"]
+    lines = ["| drafter | on | maths, chain | maths, tree | other, chain | other, tree |", "|---|---|---|---|---|---|"]
+    for row in figures["rows"]:
+        taus = [f"{row[questions][tree]:.2f}" for questions in ("maths", "other") for tree in ("chain", "tree")]
+        lines.append(f"| {row['drafter']} | {row['target']} | {' | '.join(taus)} |")
     return lines
 
 
@@ -372,7 +386,19 @@ def _outcome(text: str) -> str:
 
 MADE = {
     made.__name__: made
-    for made in (recipes, drafters, methods, engines, commands, formats, targets, kinds_by_engine, headline, measured)
+    for made in (
+        recipes,
+        drafters,
+        methods,
+        engines,
+        commands,
+        formats,
+        targets,
+        kinds_by_engine,
+        headline,
+        measured,
+        adapted,
+    )
 }
 
 

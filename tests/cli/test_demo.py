@@ -6,7 +6,7 @@ import pytest
 from support.tiny_runs import untrained_run
 
 from draftsmith.cli.demo import QUESTIONS, demonstrate, show
-from draftsmith.models.base.registry import SHIPPED_DRAFTER, read_drafter, read_training
+from draftsmith.models.base.registry import SHIPPED_DRAFTER, read_drafter
 from draftsmith.models.target.packaged import SMOLLM2
 from draftsmith.recipes.run_folder import RunFolder
 
@@ -32,7 +32,6 @@ def test_shipped_drafter() -> None:
     drafter = read_drafter(SHIPPED_DRAFTER, "auto")  # weights with the recorded hashes
     assert (drafter.config.target_config["hidden_size"], drafter.config.target_config["vocab_size"]) == (576, 49152)
     assert (SHIPPED_DRAFTER / "model.safetensors").stat().st_size < 16 * 2**20
-    assert read_training(SHIPPED_DRAFTER).steps > 0
     card = (SHIPPED_DRAFTER / "README.md").read_text(encoding="utf-8")
     assert f"base_model: {SMOLLM2.hub_id}" in card
     assert "license: apache-2.0" in card

@@ -97,7 +97,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
             "training with data.eval_rows_frac=0.02"
         )
-    begun_from = start_folder(recipe)
+    with outside_the_launch():
+        begun_from = start_folder(recipe)
     settings, started = _settings(recipe, tokens, begun_from), run.drafter / STARTED_FILE
     check_settings(started, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
@@ -169,11 +170,7 @@ def _target_and_drafter(
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, drafter_options(recipe))
     drafter.prepare_draft_vocab(to_train)
-    start = (
-        None
-        if begun_from is None
-        else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "extended")
-    )
+    start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
 
@@ -239,7 +236,6 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
     """Return the settings that the trained weights depend on, flat, by recipe key; without keys that are not set."""
     data, features, validation = recipe.data, recipe.data.features, recipe.validation
     harmless = set(HARMLESS_TRAIN_KEYS) - (set(EVALUATION_KEYS) if validation.decides else set())
-    init_vocabulary = recipe.drafter.init_vocabulary
     settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
@@ -249,7 +245,6 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
         "validation.keep": validation.keep if validation.decides else None,
         "validation.patience": validation.patience,
-        "drafter.init_vocabulary": None if init_vocabulary == "own" else init_vocabulary,
         "data.features.source": None if features.source == "online" else features.source,
         "data.features.dtype": None if features.source == "online" else features.dtype,
         "data.features.autocast": features.autocast or None,

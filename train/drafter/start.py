@@ -5,7 +5,7 @@ EAGLE drafter correspond to those of a parallel one. All others keep the initial
 
 The trained drafter's draft vocabulary is used only if it has trained rows for these tokens (its own heads, or a Markov
 head's W2). If its head is the target's, nothing of the vocabulary was trained, and the tokens are those most frequent
-in this run's answers, as for a new drafter, or these and the trained drafter's (`drafter.init_vocabulary`).
+in this run's answers, as for a new drafter, and then the trained drafter's, since few answers have few tokens.
 
 A checkpoint that was published for an engine is imported first, by itself.
 """
@@ -56,15 +56,13 @@ def start_folder(recipe: Recipe) -> Path | None:
 
 
 @torch.no_grad()
-def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: bool = False) -> Start:
+def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     """Copy the tensors that the trained drafter in `folder` shares with this new one.
 
     Args:
         drafter: The new drafter, attached and prepared.
         folder: Folder of the trained drafter.
         source: Name of the trained drafter in messages.
-        extend_vocabulary: If no row of the trained drafter's draft vocabulary was trained, add its tokens after this
-            run's, lower ids first, as tokenizers give these to more frequent tokens.
 
     Raises:
         UserError: The weights were changed after training, the drafter was trained for another target, it shares no
@@ -103,7 +101,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     anew = drafter.vocab_coverage
     for name in taken:
         mine[name].copy_(theirs[name])
-    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.draft_ids is not None
+    extends = bool(vocabulary) and not its_rows and trained.draft_ids is not None
     if extends:
         drafter.extend_draft_vocab(trained.t2d)
     drafter.gather_head_rows()
@@ -112,7 +110,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     words = None
     if vocabulary and not maps <= taken:
         words = "its draft vocabulary is chosen from this run's answers"
-        words += ", and then as the trained drafter's" if extends else ""
+        words += ", and then from the trained drafter's" if extends else ""
     elif vocabulary:
         words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
         if anew is not None and (now := drafter.vocab_coverage) is not None:
