@@ -134,7 +134,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
-        if drafter.vocab_coverage is not None:
+        elif drafter.vocab_coverage is not None:
             print(f"{recipe.name}: {drafter.vocab_coverage.sentence()}")
     checkpoint = _find_checkpoint(trainer, launch)
     finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
