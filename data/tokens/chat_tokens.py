@@ -60,16 +60,15 @@ def longest_token_characters(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[int]] | None = None) -> list[list[int]]:
+def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[int]]) -> list[list[int]]:
     """Tokenise texts of which most continue the one before them, each as if it were alone, but reading no text twice.
 
     Where a text continues the one before, only what it adds is tokenised, if no token extends across the border: then
     the few characters around the border have the same tokens together as apart.
 
     Args:
-        known: Ids of texts that are not tokenised again; by default none.
+        known: Ids of texts that are not tokenised again.
     """
-    known = known or {}
     added = [text[len(before) :] if text.startswith(before) else text for before, text in pairwise(["", *texts])]
     added = ["" if text in known else more for text, more in zip(texts, added, strict=True)]
     borders = [
@@ -95,38 +94,40 @@ def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[
     return found
 
 
-def limited_token_ids(tokenizer: Any, texts: list[str], most_tokens: int) -> list[list[int]]:
+def limited_token_ids(
+    tokenizer: Any, texts: list[str], most_tokens: int, known: dict[str, list[int]]
+) -> list[list[int]]:
     """Tokenise texts of which most continue the one before them, each as far as a row needs it.
 
     The texts that continue each other are read piece by piece, all in one call, until they have enough tokens.
 
     Args:
         most_tokens: Length of a row.
+        known: Ids of texts that are not read again; receives those that are.
 
     Returns:
         The ids of each text. Where it has more than `most_tokens`, they may be those of a beginning that has more, too.
     """
     runs: list[list[str]] = []  # in each, a text continues the one before
-    run_of = []
+    run_of, step = [], max(1, most_tokens // 2)
     for text in texts:
         if not runs or not text.startswith(runs[-1][-1]):
             runs.append([])
         before = len(runs[-1][-1]) if runs[-1] else 0
-        ends = range(before // most_tokens * most_tokens, len(text), most_tokens)[1:]
+        ends = range(before // step * step, len(text), step)[1:]
         pieces = (beginning(text, end) for end in ends)
         runs[-1] += [piece for piece in pieces if text[len(piece) : len(piece) + 1].isspace()]
         runs[-1].append(text)
         run_of.append(len(runs) - 1)
-    known: dict[str, list[int]] = {}
     last: dict[int, str] = dict.fromkeys(range(len(runs)), "")  # of each run, the last text that was read
-    waiting, length = list(last), most_tokens
+    waiting, length = list(last), step
     while waiting:
         added = {n: [last[n], *(text for text in runs[n] if len(last[n]) < len(text) <= length)] for n in waiting}
         read = [text for n in waiting for text in added[n]]
         known.update(zip(read, continued_token_ids(tokenizer, read, known), strict=True))
         last.update((n, added[n][-1]) for n in waiting)
         waiting = [n for n in waiting if len(last[n]) < len(runs[n][-1]) and len(known[last[n]]) <= most_tokens]
-        length += most_tokens
+        length += step
     return [known.get(text, known[last[n]]) for text, n in zip(texts, run_of, strict=True)]
 
 

@@ -29,7 +29,7 @@ from draftsmith.data.tokens.templates import (
 )
 from draftsmith.errors import UserError
 
-CHARACTERS_PER_TOKEN = 6  # of text that is tokenised at first; if that is too short for a row, twice as many
+CHARACTERS_PER_TOKEN = 3  # of text that is rendered at first; if that is too short for a row, twice as many
 WATCHED_TOGETHER = 8  # conversations
 MOST_ANSWERS = 1024  # of a conversation: each renders the turns before it
 
@@ -100,6 +100,7 @@ def tokenize_batch(
 ) -> Iterator[tuple[list[TokenizedConversation], Counter[str]] | TemplateProblem]:
     """Tokenise conversations together; yield what `tokenize_rows` returns for each, or the problem that it raises."""
     done: dict[int, tuple[list[Exchange], _Written]] = {}
+    known: dict[str, list[int]] = {}
     waiting, reach = list(range(len(conversations))), CHARACTERS_PER_TOKEN * max_length_tokens
     while waiting:
         # One thread watches several templates: starting it takes longer than rendering a conversation.
@@ -107,7 +108,7 @@ def tokenize_batch(
         written = [each for group in groups for each in _write(tokenizer, [conversations[n] for n in group], reach)]
         answers = [answer for each in written for answer in each.answers]
         texts = [text for answer in answers for text in (answer.prompt, answer.prompt + answer.text)]
-        ids = iter(limited_token_ids(tokenizer, texts, max_length_tokens))
+        ids = iter(limited_token_ids(tokenizer, texts, max_length_tokens, known))
         too_short = []
         for index, each in zip(waiting, written, strict=True):
             exchanges, both_ids = [], list[int]()

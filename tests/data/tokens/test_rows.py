@@ -120,7 +120,7 @@ def test_texts_are_tokenised_as_if_each_were_alone(name: str) -> None:
     for _ in range(300):
         more = "".join(rng.choices(PIECES, WEIGHTS, k=rng.randint(0, 3)))
         texts.append(texts[-1] + more if rng.random() < 0.9 else more)
-    assert continued_token_ids(tokenizer, texts) == [token_ids(tokenizer, text) for text in texts]
+    assert continued_token_ids(tokenizer, texts, {}) == [token_ids(tokenizer, text) for text in texts]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
