@@ -69,19 +69,6 @@ GOLDEN = {
         "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
     ),
 }
-# Earlier answers stand after a prompt without its empty block: each answer has a row of its own.
-PLAIN = GOLDEN["Qwen3"].replace("«", "").replace("»", "").replace("<think>\n\n</think>\n\n", "")
-OPENED = "<|im_start|>assistant\n<think>\n\n</think>\n\n«"
-GOLDEN["Qwen3, no thoughts"] = "".join(
-    PLAIN[:start] + OPENED + PLAIN[start + len("<|im_start|>assistant\n") : end] + "»\n"
-    for start, end in (
-        (place, PLAIN.index("<|im_end|>", place) + len("<|im_end|>"))
-        for place in range(len(PLAIN))
-        if PLAIN.startswith("<|im_start|>assistant", place)
-    )
-)
-
-
 def marked(family: str, turns: tuple[Turn, ...]) -> str:
     tokenizer = FAMILIES[family].tokenizer()
     rows, _ = tokenize_rows(tokenizer, Conversation("golden", turns), 4096)
@@ -91,8 +78,6 @@ def marked(family: str, turns: tuple[Turn, ...]) -> str:
 @pytest.mark.parametrize("family", GOLDEN)
 def test_golden_masks_of_families(family: str) -> None:
     golden = GOLDEN[family]
-    if family == "Qwen3, no thoughts":
-        golden = golden.replace("»\n", "»")
     assert marked(family, TALK) == golden[: golden.rindex("»") + 1]
 
 
