@@ -170,7 +170,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
                 if end.text or end.tokens:
                     yield event(text_content(end.text), draftsmith=own)
             yield event({"delta": {}} if chat else {"text": ""}, end.reason)
-            if body.stream_options is not None and body.stream_options.include_usage:
+            if body.stream_options.get("include_usage"):
                 yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
             yield "data: [DONE]\n\n"
         finally:  # also when the client has disconnected

@@ -52,16 +52,12 @@ class RequestModel(BaseModel):
         }
 
 
-class StreamOptions(RequestModel):
-    include_usage: bool = False
-
-
 class AnswerRequest(RequestModel):
     """Fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage"], bool | None] = {}
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
         Field(max_length=MOST_STOPS),

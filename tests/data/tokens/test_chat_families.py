@@ -69,6 +69,8 @@ GOLDEN = {
         "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
     ),
 }
+
+
 def marked(family: str, turns: tuple[Turn, ...]) -> str:
     tokenizer = FAMILIES[family].tokenizer()
     rows, _ = tokenize_rows(tokenizer, Conversation("golden", turns), 4096)
