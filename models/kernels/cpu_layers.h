@@ -209,7 +209,8 @@ struct Stack {
 
 // The rows of one call, and what is wanted of them.
 struct Rows {
-  at::Tensor inputs;                        // [R, D] in the weights' dtype
+  at::Tensor inputs;                        // [R, D] in the weights' dtype; or with tokens their table [V, D]
+  std::optional<std::vector<int64_t>> tokens;
   at::Tensor cos, sin;                      // [positions, A]
   std::optional<std::vector<int64_t>> positions;  // of the rows, among those of cos and sin; without them row r's is r
   at::Tensor keys, values;                  // [L, 1, G, S', D of a head], into which the rows are written
@@ -222,7 +223,7 @@ struct Rows {
   int64_t first_kept = 0;                   // the first row that logits are wanted of
   bool with_logits = true, wide = true;     // wide: in fp32
 
-  int64_t count() const { return inputs.size(0); }
+  int64_t count() const { return tokens ? static_cast<int64_t>(tokens->size()) : inputs.size(0); }
   int64_t columns() const { return start + count(); }
 };
 
@@ -273,7 +274,7 @@ struct Forward {
         finals(activated + rows * mlp_size), seen(rows * columns), counts(rows),
         products(PRODUCTS_OF_LAYER * static_cast<int64_t>(stack.layers.size()) + 1), taken(omp_get_max_threads() * products) {
     for (int64_t row = 0; row < rows; ++row) {
-      const auto* from = at_of(call.inputs) + row * hidden_size;
+      const auto* from = at_of(call.inputs) + (call.tokens ? (*call.tokens)[row] : row) * hidden_size;
       std::copy(from, from + hidden_size, stream + row * width);
       std::fill(stream + row * width + hidden_size, stream + (row + 1) * width, Element{});
     }
@@ -548,13 +549,13 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
 
   // Features [R, taps * D], and logits [R', V] of the rows from `first_kept` on. Arguments in the order of `Rows`.
   std::tuple<at::Tensor, at::Tensor> forward(
-      const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin,
+      const at::Tensor& inputs, const std::optional<std::vector<int64_t>>& tokens, const at::Tensor& cos, const at::Tensor& sin,
       const std::optional<std::vector<int64_t>>& positions, const at::Tensor& keys, const at::Tensor& values, int64_t start,
       const std::optional<std::vector<int64_t>>& parents, int64_t window, bool sees_later,
       const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept, bool with_logits,
       bool wide) const {
     const Rows call{
-        inputs, cos, sin, positions, keys, values, start, parents, window, sees_later, first_normed, taps, first_kept,
+        inputs, tokens, cos, sin, positions, keys, values, start, parents, window, sees_later, first_normed, taps, first_kept,
         with_logits, wide};
     check(call);
     const int64_t rows = call.count();
@@ -575,6 +576,9 @@ struct DecoderLayers : torch::CustomClassHolder, Stack {
     const int64_t rows = call.count();
     TORCH_CHECK(rows > 0 && call.first_kept >= 0 && call.first_kept <= rows, "no such rows");
     TORCH_CHECK(call.inputs.is_contiguous(), "rows must be contiguous");
+    if (call.tokens)
+      for (const int64_t token : *call.tokens)
+        TORCH_CHECK(token >= 0 && token < call.inputs.size(0), "token ", token, " is not in the vocabulary");
     TORCH_CHECK(
         call.cos.dim() == 2 && call.cos.sizes() == call.sin.sizes() && call.cos.size(1) <= head_size &&
             call.cos.size(1) % 2 == 0 && call.cos.stride(1) == 1 && call.sin.stride(1) == 1,

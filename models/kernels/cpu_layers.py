@@ -162,7 +162,7 @@ class CpuLayers:
         with_logits = self.has_head and first_kept < len(inputs)
         taps = [self.num_layers, FINAL] if reads_hidden else []
         states, logits = self.native.forward(
-            inputs.contiguous(), *rotary, None, keys, values, start, None if parents is None else list(parents),
+            inputs.contiguous(), None, *rotary, None, keys, values, start, None if parents is None else list(parents),
             window or 0, sees_later, read, taps, first_kept, with_logits, True,
         )  # fmt: skip
         return *states.tensor_split(2, dim=-1), logits
@@ -262,10 +262,10 @@ class CpuTarget:
         Returns:
             Logits [N - first_kept, V], empty without an LM head, and features [N, F].
         """
-        inputs = self._embedding.weight.detach().index_select(0, torch.tensor(tokens))
         features, logits = self._layers.native.forward(
-            inputs, *self._angles, list(positions), keys, values, start, None if parents is None else list(parents),
-            window or 0, False, None, list(taps), first_kept, self._layers.has_head, False,
+            self._embedding.weight.detach(), list(tokens), *self._angles, list(positions), keys, values, start,
+            None if parents is None else list(parents), window or 0, False, None, list(taps), first_kept,
+            self._layers.has_head, False,
         )  # fmt: skip
         return logits, features
 
