@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from draftsmith.cli.agreement import compare_with_own_chain
-from draftsmith.cli.artifacts import NOTES, GreedyProof
+from draftsmith.cli.artifacts import NOTES
 from draftsmith.cli.console import console, print_table
 from draftsmith.cli.evaluate import report_again
 from draftsmith.cli.prove import compare_answers
@@ -353,26 +353,22 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
 
 
 def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineMeasurement) -> None:
-    """Compare greedy answers with and without the drafter, and the drafter's acceptance with our own loop's.
+    """Compare greedy answers with and without drafting, and the drafter's acceptance with our own loop's.
 
     The figures and sentences are added to the measurement.
     """
-    greedy = {(result.concurrency, result.arm): result for result in measured if result.temperature == 0}
-    pairs = [
-        (greedy[concurrency, PLAIN], result)
-        for (concurrency, arm), result in greedy.items()
-        if arm != PLAIN and (concurrency, PLAIN) in greedy
-    ]
+    greedy = [result for result in measured if result.temperature == 0]
+    plain = {result.concurrency: result for result in greedy if result.arm == PLAIN}
+    pairs = [(plain[each.concurrency], each) for each in greedy if each.arm != PLAIN and each.concurrency in plain]
     folder = RunFolder(setting.recipe).drafter
-    drafted = [result for result in greedy.values() if result.arm == DRAFTING and result.counts.drafts]
-    is_trained = (folder / "config.json").is_file()
-    target = loading.load_target(setting.recipe.target)[0] if pairs or (drafted and is_trained) else None
-    if target is not None:
-        compared = [_compare_greedy(setting, target, *pair, served) for pair in pairs]
-        proofs = [proof for proof in compared if proof is not None]
-        served.greedy = [asdict(proof) for proof in proofs]
-        served.notes += _greedy_sentences(proofs)
-    if target is not None and drafted and is_trained:
+    drafted = [result for result in greedy if result.arm == DRAFTING and result.counts.drafts]
+    drafted = drafted if (folder / "config.json").is_file() else []
+    if not pairs and not drafted:
+        return
+    target = loading.load_target(setting.recipe.target)[0]
+    for pair in pairs:
+        _compare_greedy(setting, target, *pair, served)
+    if drafted:
         engine, drafter = setting.options.engine, load_drafter(folder, target)
         lacks_first_row = exporting.lacks_first_row(drafter.config, exporting.FORMAT_OF_ENGINE.get(engine, engine))
         agreement = compare_with_own_chain(
@@ -385,44 +381,32 @@ def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineM
 
 def _compare_greedy(
     setting: _Setting, target: PreTrainedModel, plain: ArmResult, drafting: ArmResult, served: EngineMeasurement
-) -> GreedyProof | None:
-    """Compare the answers to the turns with the same prompt; None, and a sentence, where rounding proves nothing."""
+) -> None:
+    """Compare the answers to the turns with the same prompt, and say of each difference whether it is a tie."""
     expected, actual = ({f"{a.question_id}/{a.turn}": a for a in result.answers} for result in (plain, drafting))
     same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
     prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
     answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
     name = f"{drafting.arm}, concurrency {drafting.concurrency}"
-    if answers[0] == answers[1]:
-        return GreedyProof(name, len(same), sum(map(len, answers[1].values())))
-    if setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
+    equal = sum(answers[0][key] == answers[1][key] for key in same)
+    served.notes.append(f"Greedy, {name}: {equal} of {len(same)} answers are the same as without.")
+    if equal < len(same) and setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
         # llama.cpp's rounding is not our target's, so that ties cannot be recognised.
-        equal = sum(answers[0][key] == answers[1][key] for key in same)
         served.notes.append(
-            f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
-            "--dtype f32 and a target in F32 it does not, and every answer can be proven."
+            "llama.cpp rounds differently for other batch sizes; with --dtype f32 and a target in F32 it does not, and "
+            "every answer can be proven."
         )
-        return None
-    longest = max(len(prompt) + len(answers[0][key]) for key, prompt in prompts)
+        return
+    longest = max((len(prompt) + len(answers[0][key]) for key, prompt in prompts), default=1)
     with TargetSession(target, longest) as session:
-        return compare_answers(target, session, name, prompts, *answers)
-
-
-def _same_sentence(name: str, same: int, prompts: int) -> str:
-    return f"Greedy, {name}: {same} of {prompts} answers are the same with the drafter."
-
-
-def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
-    """Describe the differences one by one, and whether each is a numerical tie."""
-    sentences = []
-    for proof in proofs:
-        sentences.append(_same_sentence(proof.method, proof.prompts - len(proof.divergences), proof.prompts))
-        for each in proof.divergences:
-            why = "a numerical tie" if each.is_tie else "NO TIE"
-            sentences.append(
-                f"  question {each.question_id} differs at token {each.position}: {why} (the two largest logits are "
-                f"{each.gap:.2g} apart, known to {each.noise:.2g})"
-            )
-    return sentences
+        proof = compare_answers(target, session, name, prompts, *answers)
+    served.greedy.append(asdict(proof))
+    for each in proof.divergences:
+        why = "a numerical tie" if each.is_tie else "NO TIE"
+        served.notes.append(
+            f"  question {each.question_id} differs at token {each.position}: {why} (the two largest logits are "
+            f"{each.gap:.2g} apart, known to {each.noise:.2g})"
+        )
 
 
 def _count_sentences(measured: list[ArmResult]) -> list[str]:

@@ -4,7 +4,8 @@ A turn is sent as soon as the previous answer is complete. Prompts and histories
 `eval/bench/spec_bench.py`, so that the same answers give the same prompts.
 
 tau                   1 + accepted / drafts, over all drafts together, as vLLM logs it
-tau_committed         tokens committed per draft, without tokens accepted past an answer's end: our own decoder's tau
+tau_committed         tokens committed per round, without tokens accepted past an answer's end, and with the rounds in
+                      which nothing was drafted (no n-gram was found): our own decoder's tau
 acceptance_by_depth   share of all drafts whose token at depth 1, 2, ... was accepted
 tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
 user_tokens_per_s     tokens per second of one answer, from its first token on; median over answers
@@ -38,9 +39,9 @@ PLAIN, NGRAM, DRAFTING = "without drafter", "n-gram lookup", "with drafter"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
-    "accepted past an answer's end, which is draftsmith's tau. Accepted at depth 1, 2, ...: share of drafts whose "
-    "token was accepted. concurrency: concurrent questions; first token, and tokens/s of a user (from the first token "
-    "on): median over answers."
+    "accepted past an answer's end and with rounds without a draft, which is draftsmith's tau. Accepted at depth 1, "
+    "2, ...: share of drafts whose token was accepted. concurrency: concurrent questions; first token, and tokens/s of "
+    "a user (from the first token on): median over answers."
 )
 
 
@@ -177,6 +178,8 @@ class ArmResult:
     def row(self) -> LoadTestRow:
         """Compute the figures; those of drafting are None or empty if nothing was drafted."""
         counts, tokens = self.counts, self.tokens
+        committed = tokens - len(self.answers)  # a prompt gives each answer's first token
+        rounds = max(counts.drafts, committed - counts.accepted_tokens)
         first = [answer.first_token_s for answer in self.answers]
         speeds = [(len(answer.ids) - 1) / answer.rest_s for answer in self.answers if answer.rest_s > 0]
         return LoadTestRow(
@@ -186,7 +189,7 @@ class ArmResult:
             tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
             first_token_s=statistics.median(first) if first else None,
             tau=counts.tau,
-            tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
+            tau_committed=committed / rounds if counts.drafts else None,
             acceptance_by_depth=counts.acceptance_by_depth,
             user_tokens_per_s=statistics.median(speeds) if speeds else None,
             failures=dict(self.failures),

@@ -71,7 +71,7 @@ def test_speedup_between_two_servers(recipe: str, servers: list[StreamingServer]
         assert (row["drafts"], row["tau"], row["tau_committed"]) == (9, 2.0, 2.0)
         assert row["acceptance_by_depth"] == [1.0, 0.0]
         assert row["speedup"] > 0
-    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same with the drafter." in found["notes"]
+    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same as without." in found["notes"]
     # The conversation continues with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts

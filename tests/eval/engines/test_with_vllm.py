@@ -25,7 +25,7 @@ def test_started_servers_equal_our_decoder(setup: Setup, tmp_path: Path) -> None
     target, tokenizer, prompts = load_embedded()
     ends = set(answer_end_ids(target.generation_config, tokenizer))
     whole = [number for number, answer in enumerate(setup.answers) if not ends & set(answer[:NEW_TOKENS])]
-    assert len(whole) >= 6
+    assert len(whole) >= 4
     questions = load_questions("embedded")[: len(prompts)]
     lines = [{"question_id": n, "category": "all", "turns": [questions[n].turns[0]]} for n in whole]
     write_lines(tmp_path / "questions.jsonl", lines)
