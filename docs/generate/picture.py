@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from generate import chat
+from generate import chat, engines
 
 DOCS = Path(__file__).parents[1]
 RESULT = DOCS / "results" / "smollm2" / "shipped.json"
@@ -88,7 +88,7 @@ def pictures() -> dict[Path, str]:
         folder / f"speedup-{name}.svg": draw(figures["rows"], figures["asked"], colours)
         for name, colours in COLOURS.items()
     }
-    return speedups | chat.pictures()
+    return speedups | chat.pictures() | engines.pictures()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
+from generate.engines import engines_evidence, engines_speed, engines_step
 from generate.picture import NAMES, RESULT
 from pydantic import BaseModel
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "guides" / "train.md",
+    ROOT / "docs" / "measured" / "engines.md",
     *sorted((ROOT / "docs" / "reference").glob("*.md")),
 )
 MADE_TEXT = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
@@ -91,7 +93,7 @@ def kinds_by_engine() -> list[str]:
     def support(kind: str, to: str) -> str:
         if (kind, to) not in EXPORTERS:
             return "-"
-        shown = "run" if to in RUN_IN_TESTS else "by its rules"
+        shown = "tested" if to in RUN_IN_TESTS else "by its rules"
         return f"{shown}, by the plugin" if (kind, to) == ("parallel", "vllm") else shown
 
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
@@ -398,6 +400,9 @@ MADE = {
         headline,
         measured,
         adapted,
+        engines_evidence,
+        engines_speed,
+        engines_step,
     )
 }
 
