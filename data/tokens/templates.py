@@ -131,7 +131,7 @@ def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]
     """
     question, answer = PROBE
     tools = ({"type": "function", "function": FUNCTION},) * has_tools
-    asked, told = Turn("user", MARK), Turn("system", MARK)
+    asked, told = Turn("user", "so long " * 1000 + MARK), Turn("system", MARK)
     probes: dict[str, list[tuple[Turn, ...]]] = {
         "user": [(asked,), (asked, *(answer, question) * LONG_HISTORY)],
         "system": [(told, question)],

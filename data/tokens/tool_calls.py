@@ -72,33 +72,29 @@ def call_form(render: Render) -> CallForm | None:
     calls = [tool_call(name, {ARGUMENT: VALUE}, CALL_ID.format(n)) for n, name in enumerate((NAME, SECOND), start=1)]
 
     def rendered(*turns: Turn, generation_prompt: bool = False) -> str:
-        return render(Conversation("probe", (*ASKED, *turns), tools=tools), generation_prompt)
+        """Render turns after a question; empty if the template refuses them."""
+        try:
+            return render(Conversation("probe", (*ASKED, *turns), tools=tools), generation_prompt)
+        except EndlessTemplate:
+            raise
+        except Exception:  # of any kind: templates are programs
+            return ""
 
     called = Turn("assistant", "", tuple(calls[:1]))
     result = Turn("tool", RESULT, name=NAME, tool_call_id=calls[0]["id"])
-    try:
-        prompt, text, whole = (
-            rendered(generation_prompt=True),
-            rendered(called),
-            rendered(called, result, generation_prompt=True),
-        )
-    except EndlessTemplate:
-        raise
-    except Exception:  # of any kind: templates are programs
-        return None
+    prompt, text = rendered(generation_prompt=True), rendered(called)
+    whole = rendered(called, result, generation_prompt=True)
+    later = rendered(called, result, Turn("assistant", "Hello"), *ASKED, generation_prompt=True) or whole
     answer = text.removeprefix(prompt)
-    if NAME not in prompt or NAME not in answer or VALUE not in answer or RESULT not in whole or answer == text:
+    is_written = NAME in prompt and NAME in answer and VALUE in answer and RESULT in whole and RESULT in later
+    if not is_written or answer == text:
         return None
     opening, _, rest = answer.partition(NAME)
     openings = [opening]
-    try:  # many templates take one call a turn
-        both = rendered(Turn("assistant", "", tuple(calls))).removeprefix(prompt)
+    both = rendered(Turn("assistant", "", tuple(calls))).removeprefix(prompt)
+    if SECOND in both:  # many templates take one call a turn
         _, _, to_second = both[: both.index(SECOND)].rpartition(VALUE)
         openings.append(common_end(opening, to_second))
-    except EndlessTemplate:
-        raise
-    except Exception:  # as above, or without a place for the second
-        pass
     written = "|".join(dict.fromkeys(_ignoring_white_space(each) for each in openings if each.strip()))
     if not written:
         return None

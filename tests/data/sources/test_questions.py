@@ -64,12 +64,9 @@ def written(file: Path, rows: list[dict[str, Any]]) -> str:
     ("name", "rows", "questions"),
     [
         ("HumanEval.jsonl.gz", HUMANEVAL, [("HumanEval/0", "humaneval", ("def f0():\n",), "humaneval")]),
-        ("test.parquet", HUMANEVAL, [("HumanEval/0", "humaneval", ("def f0():\n",), "humaneval")]),
         ("mbpp.jsonl", MBPP, [(11, "mbpp", ("Write 11.",), "mbpp")]),
-        ("test.parquet", MBPP, [(11, "mbpp", ("Write 11.",), "mbpp")]),
         ("sanitized-mbpp.json", SANITIZED, [(2, "mbpp", ("Write 2.",), "mbpp"), (3, "mbpp", ("Write 3.",), "mbpp")]),
         ("test.jsonl", GSM8K, [(1, "gsm8k", ("How many, 0?",), "gsm8k"), (2, "gsm8k", ("How many, 1?",), "gsm8k")]),
-        ("test.parquet", GSM8K, [(1, "gsm8k", ("How many, 0?",), "gsm8k")]),
         ("test.jsonl", MATH_500, [("test/0.json", "Algebra", ("Find $0$.",), "math_500")]),
         (
             "test.parquet",

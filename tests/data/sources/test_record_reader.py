@@ -236,7 +236,6 @@ INVALID = [
         "a tool's exchange without an answer",
         "turn 4: after a call its",
     ),
-    (sharegpt(("human", None), ("gpt", "b")), NOT_TEXT, "turn 1: the turn must be text, not null"),
     (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "turn 1: a part of the turn must be text, not"),
     (sharegpt(("human", "a"), ("function_call", "f()")), BAD_CALL, "the function_call must be JSON"),
     (one_turn(role="user", content="a", tool_calls=[{}]), BAD_CALL, "a user turn calls tools"),

@@ -71,6 +71,7 @@ SYSTEM_FIRST = templates.CHATML.replace(
         ),
         (LAST_ONLY, ASKED[:1], "the text of user turns"),
         ("{% set messages = messages[-5:] %}" + templates.CHATML, ASKED[:1], "the text of user turns"),
+        (templates.CHATML.replace("m.content }}", "m.content[:4000] }}"), ASKED[:1], "the text of user turns"),
         (
             templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last }}"),
             (*ASKED, *ASKED[:1]),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.chat_families import TOOL_FAMILIES
+from support.chat_families import QWEN25_TOOLS, TOOL_FAMILIES
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
@@ -116,5 +116,8 @@ def test_several_calls_after_text() -> None:
 def test_template_without_tools_is_refused() -> None:
     tokenizer = tiny_tokenizer(CHATML)
     assert template_calls(tokenizer) is None
+    later = "{% elif m.role == 'tool' and loop.index0 + 2 >= messages | length %}"  # earlier results are left out
+    dropping = replace(TOOL_FAMILIES["Qwen2.5"], template=QWEN25_TOOLS.replace("{% elif m.role == 'tool' %}", later))
+    assert template_calls(dropping.tokenizer()) is None
     with pytest.raises(TemplateRefusal, match="does not write tools, their calls or their results"):
         tokenize_rows(tokenizer, TALK, 4096)
