@@ -32,7 +32,6 @@ REMOVED: dict[str, Removed] = {
     "data.distill.options.api": Removed(
         "servers get the prompt as token ids: use vLLM, SGLang or llama-server", unset=("completions",)
     ),
-    "data.distill.options.extensions": Removed("servers ignore request fields that they do not know", unset=(True,)),
     "serve --rollback": Removed("set `current` in learned/state.json to an earlier drafter's number, 0 for the first"),
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),

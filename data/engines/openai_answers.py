@@ -190,3 +190,12 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
 def one_line(text: str) -> str:
     """Return the text of a server on one line, without control characters for a terminal."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+def redirected_to(response: httpx2.Response) -> str:
+    """Return scheme and host of a redirection, which may hold secrets elsewhere."""
+    try:
+        place = response.url.join(response.headers.get("location", ""))
+        return f"{place.scheme}://{place.netloc.decode('ascii', 'replace')}"
+    except httpx2.InvalidURL:
+        return "another address"

@@ -46,6 +46,7 @@ from draftsmith.data.engines.openai_answers import (
     Vocabulary,
     one_line,
     read_answer,
+    redirected_to,
     refusal_reason,
 )
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
@@ -68,6 +69,10 @@ class OpenAIOptions(Section):
     )
     model: str | None = Field(
         None, description="name of the model on the servers; by default the only one that they offer"
+    )
+    extensions: bool = Field(
+        True,
+        description="also send the request fields that only vLLM has; false for servers that reject unknown fields",
     )
     api_key_env: str | None = Field(None, description="name of the environment variable that holds the API key")
     concurrency_per_server: int = Field(64, ge=1, description="number of concurrent requests to each server")
@@ -135,6 +140,11 @@ class OpenAIEngine:
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
+        if not options.extensions and setting.recipe.data.distill.top_k > 0:
+            raise UserError(
+                "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
+                f"{self.option('extensions')}: true"
+            )
         self.options, self._vocabulary = options, Vocabulary(setting)
         self._trial = Request(
             key="",
@@ -300,8 +310,8 @@ class OpenAIEngine:
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if isinstance(outcome, Failure):
             raise UserError(
-                f"{server.url} refuses a request of one token ({outcome.reason}): it must take token ids as the "
-                "prompt, and ignore request fields that it does not know, as vLLM, SGLang and llama-server do"
+                f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
+                f"vLLM's fields set {self.option('extensions')}: false; it must take token ids as the prompt"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
@@ -328,7 +338,7 @@ class OpenAIEngine:
     def arguments(self, request: Request) -> dict[str, Any]:
         """Return the arguments of the client's `completions.create`.
 
-        They have fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
+        With `extensions` they have fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
         returning token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
         and the penalties of the model's generation_config.json).
         """
@@ -344,13 +354,14 @@ class OpenAIEngine:
         body: dict[str, Any] = {"prompt": request.prompt_ids}
         if settings.temperature > 0:
             arguments["seed"] = request.seed
-        body |= {
-            "top_k": settings.top_k or -1,
-            "stop_token_ids": list(self._vocabulary.end_ids),
-            "return_token_ids": True,
-        }
-        body |= {"kv_transfer_params": {"include_output_tokens": True}} if self.features is not None else {}
-        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        if self.options.extensions:
+            body |= {
+                "top_k": settings.top_k or -1,
+                "stop_token_ids": list(self._vocabulary.end_ids),
+                "return_token_ids": True,
+            }
+            body |= {"kv_transfer_params": {"include_output_tokens": True}} if self.features is not None else {}
+            body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return arguments | {"extra_body": body}
 
     async def response(self, server: Server, call: Awaitable[Any]) -> Any:
@@ -372,7 +383,12 @@ class OpenAIEngine:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:
                 raise RequestRefused(reason) from None
-            if status in (408, 409, 429) or status >= 500:
+            if 300 <= status < 400:
+                raise UserError(
+                    f"{server.url} redirects to {redirected_to(error.response)} (HTTP {status}), which is not "
+                    f"followed: put the final address into {self.option('base_urls')}"
+                ) from None
+            if status < 400 or status in (408, 409, 429) or status >= 500:
                 raise ServerFailure(reason, is_throttled=status == 429) from None
             raise UserError(
                 f"{server.url} says {reason}: check {self.option('base_urls')} (usually with /v1 at the end), "

@@ -61,6 +61,7 @@ class FakeServer:
     Args:
         script: Faults; not called for the one-token request by which the engine checks a server.
         token_ids: Return token ids on request.
+        fields: Known fields; a request with another one is refused, as by strict servers. None: all are known.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class FakeServer:
         model: str = MODEL,
         max_model_len: int | None = None,
         token_ids: bool = True,
+        fields: set[str] | None = None,
         port: int = 0,
     ) -> None:
         self.script, self.model, self.max_model_len = script, model, max_model_len
-        self.token_ids = token_ids
+        self.token_ids, self.fields = token_ids, fields
         self.requests: list[dict[str, Any]] = []
         self.check_fault: Fault | None = None
         self.in_flight = self.most_in_flight = 0
@@ -104,6 +106,8 @@ class FakeServer:
 
     def answer(self, body: dict[str, Any]) -> Fault:
         """Return the ordinary response."""
+        if self.fields is not None and (unknown := sorted(body.keys() - self.fields)):
+            return Fault(400, body={"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})
         ids = answer_ids(body["prompt"])[: body["max_tokens"]]
         stopped = ids[-1] == END_ID
         text = " ".join(map(str, ids[:-1] if stopped else ids))

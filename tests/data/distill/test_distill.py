@@ -281,6 +281,22 @@ def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_p
     assert len(load_answered(tmp_path / "last")["one"].turns) == 4  # the answers before the one that is rewritten
 
 
+def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
+    """From the file to the rows: thoughts carry loss, answers of weight 0 do not."""
+    asked = {"role": "user", "content": "Say hi"}
+    answers = [
+        {"role": "assistant", "content": "Hello", "weight": 0},
+        {"role": "assistant", "content": "Bye", "reasoning_content": "one"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
+    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"))
+    (made,) = read_distilled(tmp_path / "out")
+    assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
+    ((row,), _) = tokenize_rows(tokenizer, made, 1000)
+    assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
+
+
 def learned(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> tuple[list[str], TokenReport]:
     """Distil as `draftsmith distill` does; return the answers to learn."""
     report = build_token_dataset(recipe, tokenizer, folder, distill(recipe, tokenizer, folder).ids)
@@ -367,6 +383,22 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     assert run(second, out, HashEngine(tokenizer)).failed == {}
     assert len(load_answered(out)) == 7
     assert records_and_failures(out)[1] == {}
+
+
+def test_call_without_new_answers_leaves_the_settings(source: Path, tmp_path: Path) -> None:
+    """A smaller length, refused later for a training that was started, does not shut out the original settings."""
+    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "run" / "data"
+    recipe = make_recipe(source)
+    run(recipe, out, HashEngine(tokenizer))
+    fixed = (out / "distill_settings.json").read_text()
+    shorter = recipe.model_copy(deep=True)
+    shorter.data.max_length_tokens = 300
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 0
+    assert (out / "distill_settings.json").read_text() == fixed
+    write_source(source, [*QUESTIONS, ["q9"]])
+    assert run(shorter, out, HashEngine(tokenizer)).kept == 1  # shortened by the smaller length from now on
+    with pytest.raises(UserError, match=r"data\.max_length_tokens = 300, now it is 512"):
+        run(recipe, out, HashEngine(tokenizer))
 
 
 OUTSIDE = "<|tool|>"

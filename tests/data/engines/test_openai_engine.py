@@ -5,10 +5,11 @@ import json
 import threading
 import time
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
-from support.fake_openai_server import END_ID, Fault
+from support.fake_openai_server import END_ID, Fault, answer_ids
 from support.openai_setup import (
     TOKENIZER,
     StartEngine,
@@ -57,6 +58,20 @@ def test_sampling_seed_and_key_are_sent(
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer secret", "Bearer none"]
     with pytest.raises(UserError, match="no environment variable NO_SUCH_KEY"):
         start_engine(server, api_key_env="NO_SUCH_KEY")
+
+
+def test_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Without them it returns texts."""
+    server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
+    with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
+        start_engine(server)
+    with pytest.raises(UserError, match="OpenAI's API has no top_k"):
+        start_engine(server, extensions=False, distill={"top_k": 5})
+    asked = requests(2)
+    assert run(start_engine(server, extensions=False), asked) == {
+        request.key: Completion(None, "stop", " ".join(map(str, answer_ids(request.prompt_ids)[:-1])))
+        for request in asked
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,6 +188,15 @@ def test_servers_must_serve_the_same_model(start_server: StartServer, start_engi
         start_engine(first, base_urls=[first.url + "x"])
 
 
+def test_names_of_models_are_printed_without_control_characters(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    server = start_server(model="a\x1b[2J\nb")
+    with pytest.raises(UserError, match=r"serves a \[2J b, not mine"):
+        start_engine(server, model="mine")
+    assert run(start_engine(server), requests(1)) == right_answers(requests(1))
+
+
 def test_servers_that_go_and_come_back(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +253,9 @@ def test_redirect_is_not_followed(start_server: StartServer, start_engine: Start
     other = start_server()
     server = start_server(lambda body, number: Fault(307, {"Location": f"{other.url}/completions?key=secret"}, {}))
     engine = start_engine(server)
-    with pytest.raises(UserError, match=r"says HTTP 307: check .*base_urls") as told:
+    with pytest.raises(
+        UserError, match=r"redirects to http://127.0.0.1:\d+ \(HTTP 307\), which is not followed"
+    ) as told:
         run(engine, requests(3))
     assert "secret" not in str(told.value)
     assert not other.requests
@@ -259,6 +285,15 @@ def test_too_large_response_is_a_failure(
     assert outcomes == {**right_answers(asked), "c1": Failure("answer of more than 1 MiB")}
 
 
+def test_server_that_is_always_busy_is_given_up(start_server: StartServer, start_engine: StartEngine) -> None:
+    """No conversation fails meanwhile."""
+    busy = Fault(429, {"Retry-After": "0.01"}, {"error": {"message": "busy"}})
+    server = start_server(lambda body, number: busy)
+    engine = start_engine(server, max_attempts=2, give_up_after_s=0.3, concurrency_per_server=4)
+    with pytest.raises(UserError, match=r"no server has answered for 0.3 s .*HTTP 429: busy"):
+        run(engine, requests(30))
+
+
 def test_http_429_costs_no_attempt(start_server: StartServer, start_engine: StartEngine) -> None:
     """The server accepts two concurrent requests and gets sixteen."""
 
@@ -271,6 +306,23 @@ def test_http_429_costs_no_attempt(start_server: StartServer, start_engine: Star
     asked = requests(40)
     assert run(start_engine(server, concurrency_per_server=16, max_attempts=1), asked) == right_answers(asked)
     assert len(server.requests) > len(asked)
+
+
+def test_http_500_is_retried_and_a_failed_request_stops_no_other(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    seen: Counter[str] = Counter()
+
+    def script(body: dict[str, Any], number: int) -> Fault | None:
+        prompt = str(body["prompt"])
+        seen[prompt] += 1
+        poisoned = body["prompt"][-1] == 7
+        return Fault(500, body={"error": "boom"}) if poisoned or (number % 9 == 1 and seen[prompt] == 1) else None
+
+    asked = requests(20)
+    outcomes = run(start_engine(start_server(script), max_attempts=2, concurrency_per_server=4), asked)
+    assert outcomes == {**right_answers(asked), "c7": Failure("HTTP 500")}
+    assert seen["[5, 6, 7]"] == 2 * 3  # the client tries three times
 
 
 def test_closing_with_requests_in_flight_is_quick_and_quiet(

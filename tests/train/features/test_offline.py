@@ -23,7 +23,9 @@ from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features import write as features
 from draftsmith.train.features.write import project_features, write_features
@@ -192,12 +194,20 @@ def test_offline_training_equals_online_training(tmp_path: Path, monkeypatch: py
     offline = tiny_run(tmp_path, "offline", drafter=drafter, data=OFFLINE)
     online_report = train_drafter(online)
     write(offline)
+    seen: list[Any] = []
+
+    class Watched(DrafterTrainer):
+        def __init__(self, drafter: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append(target)
+            super().__init__(drafter, target, *args, **kwargs)
 
     def no_target(*_: Any, **__: Any) -> None:
         raise AssertionError("the target ran")
 
+    monkeypatch.setattr(stage, "DrafterTrainer", Watched)
     monkeypatch.setattr(base_drafter, "target_features", no_target)
     report = train_drafter(offline)
+    assert len(seen[0].base_model.layers) == 0
     assert report.loss == pytest.approx(online_report.loss, rel=1e-5)
     torch.testing.assert_close(weights_of(offline), weights_of(online), atol=1e-4, rtol=1e-4)
 
