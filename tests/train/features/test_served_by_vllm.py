@@ -17,6 +17,7 @@ from support.vllm_server import NEEDS_VLLM, vllm_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.stages import run_distill
+from draftsmith.data.engines import answer_features
 from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.errors import UserError
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
@@ -202,7 +203,7 @@ def test_killed_server_loses_no_row(
     whole = embedded_run(tmp_path, "whole", rows, server.url)
     train_drafter(whole)
     monkeypatch.setattr(ServedFeatures, "fetch", kill_midway)
-    monkeypatch.setattr(served, "FILE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(answer_features, "FILE_TIMEOUT_S", 2.0)
     recipe = embedded_run(tmp_path, "two", rows, server.url, second.url)
     recipe.train["dataloader_num_workers"], recipe.train["dataloader_prefetch_factor"] = 0, None
     try:
