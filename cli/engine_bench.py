@@ -162,9 +162,8 @@ def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.question_sets, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
-    engine_setting = EngineSetting(recipe, tokenizer, end_ids)
-    setting = _Setting(recipe, options, questions, engine_setting)
-    notes: list[str] = []
+    setting = _Setting(recipe, options, questions, EngineSetting(recipe, tokenizer, end_ids))
+    notes = [] if setting.has_drafter else ["The run has no trained drafter: the engine's own lookups were measured."]
     start = _start_servers if options.engine == "vllm" else _start_llama_servers
     start = start if options.server is None else _connect_servers
     measured = [each for arm, endpoint in start(setting, notes).items() for each in _measure(setting, arm, endpoint)]
