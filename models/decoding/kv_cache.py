@@ -173,11 +173,11 @@ class KVCache:
             return new
         return held[0].narrow(2, 0, self._columns_seen), held[1].narrow(2, 0, self._columns_seen)
 
-    def append(self, keys_values: Tensor) -> None:
-        """Commit the keys and values [L, 2, 1, G, n, D] of all layers of n more tokens."""
-        new = keys_values.shape[4]
-        for part, rows in zip((self.keys, self.values), keys_values.unbind(1), strict=True):
-            part.narrow(3, self.length, new).copy_(rows)
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Commit the keys and values [L, 1, G, n, D] of all layers of n more tokens."""
+        new = keys.shape[3]
+        self.keys.narrow(3, self.length, new).copy_(keys)
+        self.values.narrow(3, self.length, new).copy_(values)
         self.length += new
 
     def keep(self, path: Sequence[int]) -> None:

@@ -176,7 +176,7 @@ class DFlashDrafter(GroupWiseDrafter):
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
         ours = self.config
         attention = GroupAttention(ours.attention, groups, of_context, ours.causal, window=self.sliding_window)
-        for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
+        for index, keys_values in enumerate(zip(*ContextLayers(self.layers)(context, rotary), strict=True)):
             attention.add(index, *keys_values)
         attention.resume(of_blocks)
         newest_nd = self.embedded(groups.input_ids.flatten()[groups.token_n[block_n]])
@@ -187,18 +187,6 @@ class DFlashDrafter(GroupWiseDrafter):
         hidden_nd = self.run_layers(hidden, rotary, attention)[0]
         rows_nd = hidden_nd.new_empty(len(groups.index_n), hidden_nd.shape[-1])
         return rows_nd.index_copy(0, block_n, hidden_nd).index_copy(0, context_c, context[0].to(hidden_nd.dtype))
-
-    def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's rotated keys and values [1, Hkv, C, Dh], from c [1, C, D] and cos and sin [1, C, Dh]."""
-        cos, sin = (part.unsqueeze(1) for part in rotary)
-        found = []
-        for layer in self.layers:
-            attention: Any = layer.self_attn
-            shape = (*context.shape[:-1], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-            values = attention.v_proj(context).view(shape).transpose(1, 2)
-            found.append((keys * cos + rotate_half(keys) * sin, values))
-        return found
 
     # ---- shared by training and decoding ----
 
@@ -247,29 +235,29 @@ def start_layer_from(layer: Any, source: Any) -> None:
             mine[f"self_attn.{norm}.weight"].copy_(weight_hd.pow(2).sum(-1).mean(0).sqrt())
 
 
-# ---- decoding ----
-
-
 class ContextLayers:
     """Projection of a context to the keys and values of all layers in one product, cheaper than L small ones.
 
-    Copies the layers' current weights, which have no biases.
+    Built in each training step, as it copies the layers' current weights, which have no biases.
     """
 
     def __init__(self, layers: Any) -> None:
         attention = [layer.self_attn for layer in layers]
         parts = [(each.k_proj.weight, each.v_proj.weight) for each in attention]
-        self._weight = torch.cat([weight for both in parts for weight in both]).detach()
-        self._norms = torch.stack([each.k_norm.weight for each in attention]).detach()[:, None, None, None]
+        self._weight = torch.cat([weight for both in parts for weight in both])
+        self._norms = torch.stack([each.k_norm.weight for each in attention])[:, None, None, None]
         self._eps, self._shape = attention[0].k_norm.variance_epsilon, (len(attention), 2, -1, attention[0].head_dim)
 
-    def __call__(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Return rotated keys, and values, [L, 2, B, Hkv, n, Dh] from c [B, n, D] and cos and sin [B, n, Dh]."""
+    def __call__(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rotated keys, and values, [L, B, Hkv, n, Dh] each, from c [B, n, D] and cos and sin [B, n, Dh]."""
         keys_values = F.linear(context, self._weight).unflatten(-1, self._shape).permute(2, 3, 0, 4, 1, 5)
         keys, values = keys_values.unbind(1)
         keys = F.rms_norm(keys, keys.shape[-1:], eps=self._eps) * self._norms
         cos, sin = (part.unsqueeze(1) for part in rotary)
-        return torch.stack([keys * cos + rotate_half(keys) * sin, values], dim=1)
+        return keys * cos + rotate_half(keys) * sin, values
+
+
+# ---- decoding ----
 
 
 class BlockDecoder(CachedDecoder):
@@ -308,7 +296,7 @@ class BlockDecoder(CachedDecoder):
         if new := len(features):
             context = self._drafter.context_of(features).unsqueeze(0)
             rotary = self._rotary_of(context, slice(self._cache.length, self._cache.length + new))
-            self._cache.append(self._to_keys_values(context, rotary))
+            self._cache.append(*self._to_keys_values(context, rotary))
         first, end = self._cache.length, self._cache.length + len(block)
         if self._is_one_call(len(block)):
             rotary = self._rotary_of(block, slice(first, end))
@@ -325,7 +313,7 @@ class BlockDecoder(CachedDecoder):
         context, rows = drafter.context_of(features), columns[: len(features)]
         places = torch.where(rows < count, begin + rows, columns[-1])
         keys_values = self._to_keys_values(context[None], self._rotary_of(context, places))
-        for held, new in zip(self._cache.layers, keys_values, strict=True):
+        for held, new in zip(self._cache.layers, zip(*keys_values, strict=True), strict=True):
             for part, states in zip(held, new, strict=True):
                 part.index_copy_(2, places, states)
         block = drafter.block_inputs(ids[:1], self._masks_kd)[0]
