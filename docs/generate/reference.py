@@ -135,7 +135,8 @@ def adapted() -> list[str]:
     figures = json.loads((ROOT / "docs" / "results" / "smollm2" / "tuned.json").read_text(encoding="utf-8"))["figures"]
     lines = ["| drafter | on | maths, chain | maths, tree | other, chain | other, tree |", "|---|---|---|---|---|---|"]
     for row in figures["rows"]:
-        taus = [f"{row[questions][tree]:.2f}" for questions in ("maths", "other") for tree in ("chain", "tree")]
+        measured_on = [row.get(questions) for questions in ("maths", "other")]
+        taus = [f"{taus[tree]:.2f}" if taus else "-" for taus in measured_on for tree in ("chain", "tree")]
         lines.append(f"| {row['drafter']} | {row['target']} | {' | '.join(taus)} |")
     return lines
 
