@@ -66,11 +66,15 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
         target_flops = 0.0
         drop_decoder_layers(target)
     trained = trained_parameters(drafter)
+    name = str(getattr(args.optim, "value", args.optim))
+    state_bytes = next((size for part, size in STATE_BYTES.items() if part in name), ADAMW_STATE_BYTES)
+    matrices = muon_parameters(drafter) if args.optimizer == "muon" else []  # with one moment each
+    saved = (ADAMW_STATE_BYTES // 2) * sum(drafter.get_parameter(matrix).numel() for matrix in matrices)
     memory = {
         "target": tensor_bytes([*target.parameters(), *target.buffers()]),
         "drafter": tensor_bytes([*drafter.parameters(), *drafter.buffers()]),
         "gradients": tensor_bytes(trained),
-        "optimiser": _optimizer_bytes(args, drafter, trained),
+        "optimiser": state_bytes * sum(parameter.numel() for parameter in trained) - saved,
     }
     return StepCost(memory, target_flops, drafter_flops, ids_bs.numel(), target, drafter)
 
@@ -90,14 +94,6 @@ def half_dtype(args: DrafterTrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
-def _optimizer_bytes(args: DrafterTrainingArguments, drafter: Drafter, trained: list[nn.Parameter]) -> int:
-    name = str(getattr(args.optim, "value", args.optim))
-    state_bytes = next((size for part, size in STATE_BYTES.items() if part in name), ADAMW_STATE_BYTES)
-    matrices = muon_parameters(drafter) if args.optimizer == "muon" else []  # with one moment each
-    saved = (ADAMW_STATE_BYTES // 2) * sum(drafter.get_parameter(matrix).numel() for matrix in matrices)
-    return state_bytes * sum(parameter.numel() for parameter in trained) - saved
-
-
 def step_flops(
     target: PreTrainedModel, drafter: Drafter, groups: Groups, answer_tokens: int, device_type: str
 ) -> tuple[float, float]:
@@ -111,7 +107,10 @@ def step_flops(
     attention = config.num_hidden_layers * groups.input_ids.shape[1] * _query_width(config)
     in_target = 2.0 * tokens * (num_weights(target.base_model) + attention) * read / config.num_hidden_layers
     inner_rows = tokens if layers else labels / drafter.config.num_depths
-    forward = 2.0 * sum(map(num_weights, _own_modules(drafter))) * inner_rows
+    outside = [*layers, *drafter.own_heads, drafter.head()]
+    outside_ids = {id(module) for each in outside for module in each.modules()}
+    inner = [each for each in drafter.modules() if id(each) not in outside_ids and not any(each.children())]
+    forward = 2.0 * sum(map(num_weights, inner)) * inner_rows
     if layers:
         attention = groups.input_ids.shape[1] * _query_width(drafter.layers_config) * queries * len(layers)
         forward += 2.0 * (sum(map(num_weights, layers)) * rows + attention)
@@ -134,10 +133,3 @@ def num_weights(module: nn.Module) -> float:
 def _query_width(config: Any) -> int:
     """Return the width of a layer's queries."""
     return head_size(config) * int(config.num_attention_heads)
-
-
-def _own_modules(drafter: Drafter) -> list[nn.Module]:
-    """Return the drafter's innermost modules outside its decoder layers and LM heads."""
-    outside = [*getattr(drafter, "layers", []), *drafter.own_heads, drafter.head()]
-    outside_ids = {id(module) for each in outside for module in each.modules()}
-    return [each for each in drafter.modules() if id(each) not in outside_ids and not any(each.children())]
