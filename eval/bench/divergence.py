@@ -105,7 +105,7 @@ def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[in
     step = session.prefill(prompt)
     start = 0
     while start < len(answer):
-        block = answer[start : start + block_tokens]
+        block = answer[start : start + min(block_tokens, session.deepest_draft + 1)]
         start += len(block)
         step = session.forward_tree(DraftTree(block, TreeShape.chain(len(block) - 1)))
         session.commit(list(range(len(block))))

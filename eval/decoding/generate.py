@@ -156,6 +156,16 @@ class Generation:
         self.record.prefill_s = time.perf_counter() - started_s
         return step.features
 
+    def draft(self, deepest: int) -> DraftTree:
+        """Draft a tree no deeper than `deepest`, and than the remaining token budget."""
+        return self.method.propose().cut_to_depth(min(deepest, self.max_new_tokens - len(self.record.ids) - 1))
+
+    def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
+        """Choose the accepted path of a draft tree, by p at every node and the q of its children."""
+        verification = verify(tree, step.logits, self.sampling, self.generator, self.lenience)
+        self.method.read_logits(tree, step.logits)
+        return verification
+
     def commit(self, tree: DraftTree, step: TargetStep, verification: Verification) -> Round:
         """Keep the tokens that belong to the answer, and show them to the method unless the answer ends with them."""
         path, committed = verification.path, verification.committed(tree)
@@ -194,15 +204,13 @@ def decode_round(session: TargetSession, generation: Generation, mark: Callable[
     Args:
         mark: Called after the draft, after the target's forward, and after the choice of the accepted path.
     """
-    method, remaining = generation.method, generation.max_new_tokens - len(generation.record.ids)
-    # 1. Draft: a tree of tokens, chosen or drawn by q, no deeper than what is left to generate.
-    tree = method.propose().cut_to_depth(remaining - 1)
+    # 1. Draft: a tree of tokens, chosen or drawn by q.
+    tree = generation.draft(session.deepest_draft)
     mark()
     # 2. Verify: p at all nodes of the tree in one forward, then the path that p and q accept.
     step = session.forward_tree(tree)
     mark()
-    verification = verify(tree, step.logits, generation.sampling, generation.generator, generation.lenience)
-    method.read_logits(tree, step.logits)
+    verification = generation.choose(tree, step)
     mark()
     # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
     session.commit(verification.path)

@@ -4,6 +4,9 @@ A session works with any decoder-only `AutoModelForCausalLM` that takes a 4-D at
 a probe makes sure of it, once per target. How a forward is run is decided in `Forward`, where the sequence's tokens lie
 in `KVCache`.
 
+Where a target's RoPE changes at a length (`rope_switch`), no tree crosses it, and at it the sequence is read again:
+every token's logits are those of one forward over all tokens up to it.
+
 Shapes: P prompt, N nodes of a tree, F features, V vocabulary.
 """
 
@@ -28,7 +31,7 @@ from draftsmith.models.kernels.cpu_layers import FAMILIES
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.windows import architecture, has_recurrent_layers
+from draftsmith.models.target.windows import architecture, has_recurrent_layers, rope_switch
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 PROBE_ELDERS = 24
@@ -64,7 +67,8 @@ def open_session(
     """
     is_compiled = compiles
     if compiles is None:
-        is_compiled = compiles_by_default(target.device) and not has_recurrent_layers(target)
+        cannot_be = has_recurrent_layers(target) or rope_switch(target) is not None
+        is_compiled = compiles_by_default(target.device) and not cannot_be
     compiler = Compiler(must=bool(compiles), same_size=same_size) if is_compiled else None
     session = TargetSession(target, max_length_tokens, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and session.forward.cpu_target is None:
@@ -116,6 +120,8 @@ class TargetSession:
         self.max_length_tokens, self.device, self._target = max_length_tokens, target.device, target
         self.cache = KVCache(max_length_tokens + 1 + LONGEST_TREE_NODES)
         self.forward = Forward(target, self.cache, feature_layers, compiler)
+        # Where RoPE changes; the tokens in the cache; the last tree; whether their angles are those beyond the switch.
+        self._switch, self._ids, self._tree, self._is_beyond = rope_switch(target), list[int](), root_only(0), False
         if target not in _probed:
             self._probe()
             _probed.add(target)
@@ -157,7 +163,16 @@ class TargetSession:
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the current sequence and read a prompt."""
         self.check_room(prompt_ids)
+        if self._switch is not None:
+            self._ids, self._is_beyond = list(prompt_ids), len(prompt_ids) > self._switch
         return TargetStep(*self.forward.read_prompt(prompt_ids))
+
+    @property
+    def deepest_draft(self) -> int:
+        """Return the most draft tokens along a path of the next tree."""
+        if self._switch is None or self.cache.length >= self._switch:
+            return LONGEST_TREE_NODES
+        return self._switch - self.cache.length - 1
 
     @without_cudnn_attention()
     @torch.inference_mode()
@@ -165,6 +180,13 @@ class TargetSession:
         """Run all nodes of a tree. Nothing is kept until `commit`."""
         if self.forward.states is not None:
             return self._run_chain(tree, self.forward.states)
+        if self._switch is not None:
+            if tree.shape.max_depth > self.deepest_draft:
+                raise ValueError(f"the target's RoPE changes after {self._switch} tokens: cut_to_depth(deepest_draft)")
+            length, self._tree = self.cache.length, tree
+            if length >= self._switch and not self._is_beyond:
+                self.forward.read_prompt([*self._ids, tree.tokens[0]])
+                self.cache.length, self._is_beyond = length, True
         return TargetStep(*self.forward(tree.tokens, tree.parents, tree.depths, tree.drafted))
 
     def _run_chain(self, chain: DraftTree, states: ChainStates) -> TargetStep:
@@ -188,6 +210,8 @@ class TargetSession:
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
         """Keep the accepted nodes (root first) of the last tree, whose tokens are read."""
+        if self._switch is not None:
+            self._ids += [self._tree.tokens[node] for node in path]
         self.cache.keep(path)
         if self.forward.states is not None:
             self.forward.states.commit(len(path))

@@ -151,17 +151,25 @@ def get_max_positions(target: Any) -> int | None:
     text: Any = target.config.get_text_config()
     if getattr(text, "attn_temperature_tuning", None):
         limits.append(int(text.floor_scale) - 1 - MOST_NODES)
-    # Beyond this length `longrope` has other angles at all positions, and the keys so far would be of the old ones.
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each type of layer
-    switches = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
-    return min([*limits, *filter(None, switches)], default=None)
+    return min(limits, default=None)
 
 
 def tokens_within_windows(target: Any) -> int | None:
     """Return the length up to which full attention equals the windows; None if there is no limit."""
     known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
+
+
+def rope_switch(target: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Return the length beyond which a target's RoPE has other angles at all positions (`longrope`); None: it has not.
+
+    Keys that were computed before are of the other angles, so that the whole sequence must be read again.
+    """
+    config = target if isinstance(target, PreTrainedConfig) else target.config
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each type of layer
+    switches = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min(filter(None, switches), default=None)
 
 
 def has_recurrent_layers(target: PreTrainedModel | PreTrainedConfig) -> bool:

@@ -138,7 +138,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 class TableSession:
     """Stand-in for a `TargetSession` whose logits [V] after every partial answer are in a table."""
 
-    device = torch.device("cpu")
+    device, deepest_draft = torch.device("cpu"), 256
 
     def __init__(self, logits_of: dict[Path, Tensor]) -> None:
         self._logits_of = logits_of

@@ -1,6 +1,7 @@
 """What changes with the length of the text: answers that cross it are those of one forward over all tokens.
 
-Windows and chunks, which change masks, are in `tests/models/target/test_windows.py`.
+Windows and chunks, which change masks, are in `tests/models/target/test_windows.py`. `generate` of transformers 5.19 is
+no reference: at Phi-3's switch it drops the cache and goes on with the newest token alone.
 """
 
 from typing import Any
@@ -15,11 +16,15 @@ from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.windows import rope_switch
 
 LENGTH, NEW_TOKENS = 24, 30  # of the trained text, which every answer leaves
 ORIGINAL = {"rope_theta": 10_000.0, "original_max_position_embeddings": LENGTH, "factor": 4.0}
+LONG = {**ORIGINAL, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": LENGTH, "sliding_window": None}),
     "yarn": ("llama", {"rope_parameters": {**ORIGINAL, "rope_type": "yarn"}}),
     "llama3": (
         "llama",
@@ -44,6 +49,7 @@ def test_answers_across_the_trained_length(kind: str) -> None:
     """With and without drafts, from prompts before the border, at it and beyond it."""
     model_type, values = ROPES[kind]
     target = tiny_target(model_type, **values).double()
+    assert rope_switch(target) == (LENGTH if kind == "longrope" else None)
     with TargetSession(target, 80) as session:
         for length in (6, LENGTH - 1, LENGTH, LENGTH + 1):
             prompt = [3 + 7 * place % 50 for place in range(length)]
@@ -57,12 +63,13 @@ def test_answers_across_the_trained_length(kind: str) -> None:
                 assert record.accepted_drafts > 0
 
 
-def test_longrope_ends_where_its_angles_change() -> None:
-    """Phi-3's keys from before would be of the other angles."""
-    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
-    values = {"rope_parameters": ORIGINAL | factors, "original_max_position_embeddings": LENGTH, "sliding_window": None}
-    with pytest.raises(UserError, match=f"80 tokens do not fit into the target's {LENGTH} positions"):
-        TargetSession(tiny_target("phi3", **values), 80)
+def test_trees_across_the_switch_are_refused() -> None:
+    model_type, values = ROPES["longrope"]
+    with TargetSession(tiny_target(model_type, **values), 80) as session:
+        session.prefill([5] * (LENGTH - 2))
+        assert session.deepest_draft == 1
+        with pytest.raises(ValueError, match=f"RoPE changes after {LENGTH} tokens"):
+            session.forward_tree(DraftTree([7, 8, 9], TreeShape.chain(2)))
 
 
 def test_scales_by_the_place_of_a_row_limit_the_length() -> None:
