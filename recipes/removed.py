@@ -46,7 +46,6 @@ REMOVED: dict[str, Removed] = {
     ),
     "plan --utilisation": Removed("hours assume 0.4 of --peak-tflops; scale that, or use --measure"),
     "plan --labelled-share": Removed("distil first, then `plan` counts the labels of the run's data"),
-    "push --dtype": Removed("weights are published as trained; they are loaded in the target's dtype"),
     "data.train_answer_tokens": Removed("`train.num_train_epochs: 0.5` trains on half of the data, once"),
     "drafter.kind=lilicorr": Removed("use dflash2"),
     "export.to=eagle": Removed("export to vllm or sglang"),
