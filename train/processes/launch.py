@@ -87,14 +87,24 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
     Args:
         values: The recipe's section `train`.
+
+    Raises:
+        UserError: MPI's variables name several processes that do not know of each other.
     """
     for name, key in DECIDED_BY_RECIPE.items():
         value = os.environ.pop(name, "no").lower()
         if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
             logger.warning("%s=%s is not used: %s in the recipe decides", name, value, key)
-    if "WORLD_SIZE" not in os.environ:
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ.pop(name, None)
+    if "WORLD_SIZE" in os.environ:
+        return
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    for name in MPI_WORLD_SIZES:
+        if os.environ.get(name, "1") != "1" and "MASTER_ADDR" not in os.environ:
+            raise UserError(
+                f"{name}={os.environ[name]} says that MPI has started several processes, and nothing says where they "
+                "meet: unset it to train in one process, or start several by `accelerate launch` or `torchrun`"
+            )
 
 
 @contextmanager

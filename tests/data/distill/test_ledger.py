@@ -2,7 +2,10 @@
 
 import errno
 import json
+import multiprocessing
 import os
+import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,50 @@ def test_full_disk_keeps_earlier_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_lines(tmp_path, "unfinished") == []
     ledger.commit([], [finished(IDS[2])])
     assert [record["id"] for record in LedgerView(tmp_path).records()] == [IDS[0], IDS[2]]
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+FORK = multiprocessing.get_context("fork")
+
+
+def work(folder: Path, steps: int, conversations: int, number: int, processes: int) -> None:
+    """Answer this process's share of conversations of three turns; kill this process at a step, by SIGKILL."""
+    ids, done, ledger = [f"c{each:02d}" for each in range(conversations)], 0, Ledger(folder)
+    for key in ids[number::processes]:
+        if ledger.is_finished(key):
+            continue
+        for turn in range(len(ledger.stored_answers(key)), 3):
+            with (folder / "asked").open("a") as asked:
+                asked.write(f"{key} {turn}\n")
+            done += 1
+            if done == steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})])
+        ledger.commit([], [Conversation(key, (Turn("user", key),) * 50)])
+
+
+def test_repeated_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
+    """Two processes at a time, each with its share, kill themselves after some turns.
+
+    Every conversation is in the ledger exactly once, and each killed process costs at most one answer, the one in
+    flight, generated twice.
+    """
+    conversations, chance, kills = 20, random.Random(0), 0
+    while kills < 5:
+        steps = [chance.randrange(2, 12) for _ in range(2)]
+        pair = [FORK.Process(target=work, args=(tmp_path, steps[n], conversations, n, 2)) for n in range(2)]
+        for process in pair:
+            process.start()
+        for process in pair:
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+            kills += process.exitcode != 0
+    work(tmp_path, 0, conversations, 0, 1)
+    view = LedgerView(tmp_path)
+    assert [record["id"] for record in view.records()] == [f"c{number:02d}" for number in range(conversations)]
+    assert (view.shortened, view.failed) == ({}, {})
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) - len(set(asked)) <= kills
+    written = [json.loads(line)["id"] for line in read_lines(tmp_path)]
+    assert len(written) == len(set(written)) == conversations

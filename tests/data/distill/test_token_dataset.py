@@ -2,6 +2,7 @@
 
 import multiprocessing
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,12 @@ def write_rows(tmp_path: Path, conversations: list[Conversation], processes: int
     return report, datasets.Dataset.from_file(str(file))
 
 
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork worker processes, which start faster than spawned ones."""
+    monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])  # spawned, as in real runs
 def test_rows_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context(start))
@@ -159,6 +166,30 @@ def test_rows_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(rows["loss_mask"]) == [row.loss_mask for row in expected]
     assert list(rows["length"]) == [len(row.input_ids) for row in expected]
     assert list(rows["conversation"]) == [*range(11), *range(13, 42)]
+
+
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_reader_stays_close_to_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """Bound the memory: the reader is ahead of the writer by the chunks in flight at most."""
+    monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 2)
+    read, done, furthest = 0, 0, 0
+
+    class Bar:
+        def update(self, count: int) -> None:
+            nonlocal done
+            done += count
+
+    def reading() -> Iterator[Conversation]:
+        nonlocal read, furthest
+        for number in range(60):
+            read += 1
+            furthest = max(furthest, read - done)
+            yield conversation(number)
+
+    counts = write_token_rows(reading(), Work(tiny_tokenizer(templates.CHATML), 60), tmp_path / "x", processes, Bar())
+    assert counts.rows == done == 60
+    assert furthest <= 2 * (processes * token_rows.CHUNKS_PER_PROCESS + 1) + 1
 
 
 def test_answers_that_the_template_refuses_are_counted(tmp_path: Path) -> None:

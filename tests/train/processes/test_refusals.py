@@ -111,6 +111,15 @@ def test_ranks_count_in_a_launch_of_several_processes(tmp_path: Path, monkeypatc
     assert make_arguments(tmp_path).process_index == 0
 
 
+@pytest.mark.parametrize("name", launches.MPI_WORLD_SIZES)
+def test_processes_of_mpi_without_a_place_to_meet_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(UserError, match=f"{name}=4 says that MPI .*: unset it to train in one process"):
+        make_arguments(tmp_path)
+
+
 WAITING = """
 import sys
 from pathlib import Path
