@@ -15,7 +15,13 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS / "results" / "engines"
-SPEEDS = {"vllm_parallel": "vLLM", "vllm_eagle": "vLLM", "vllm_peagle": "vLLM", "llamacpp": "llama.cpp"}
+# Of several results with the same rows the first counts.
+SPEEDS = {
+    "vllm_parallel": ("vLLM", "`parallel`, by the plugin"),
+    "vllm_parallel_many": ("vLLM", "`parallel`, by the plugin"),
+    "vllm_eagle": ("vLLM", "`eagle`"),
+    "llamacpp": ("llama.cpp", ""),
+}
 # Results with a run's own drafter in an engine: which engine, and which drafter.
 EVIDENCE = {
     "vllm_fp32": ("vLLM 0.32, CPU", "`parallel`, by the plugin"),
@@ -29,7 +35,6 @@ STEPS = {
     "step_eagle": "`eagle`",
 }
 PLAIN, NGRAM = "without drafter", "n-gram lookup"
-KINDS = {"parallel": "parallel, by the plugin", "eagle": "EAGLE", "peagle": "P-EAGLE"}
 COLOURS = {
     "light": {"text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0"},
     "dark": {"text": "#f0f6fc", "faint": "#9198a1", "line": "#3d444d"},
@@ -37,9 +42,8 @@ COLOURS = {
 LINES = {
     "no draft": "#8c959f",
     "n-gram lookup": "#bf8700",
-    KINDS["parallel"]: "#0969da",
-    "EAGLE": "#1a7f37",
-    "P-EAGLE": "#8250df",
+    "`parallel`, by the plugin": "#0969da",
+    "`eagle`": "#1a7f37",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 64, 186, 34, 52
 
@@ -57,8 +61,7 @@ def figures(name: str) -> dict[str, Any] | None:
 def series() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return the rows by engine and by what drafts; the plain server's once, of an engine's first result."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for name, engine in SPEEDS.items():
-        kind = KINDS.get(name.partition("_")[2], "")
+    for name, (engine, kind) in SPEEDS.items():
         for row in (figures(name) or {"rows": []})["rows"]:
             label = {PLAIN: "no draft", NGRAM: NGRAM}.get(row["arm"], kind)
             rows = found.setdefault((engine, label), [])
@@ -176,7 +179,7 @@ def draw(colours: dict[str, str]) -> str:
                 )
         text += [
             f'<circle cx="{WIDTH - RIGHT + 12}" cy="{y - 4}" r="4" fill="{colour}"/>',
-            f'<text x="{WIDTH - RIGHT + 22}" y="{y}" fill="{colours["text"]}">{escape(label)}</text>',
+            f'<text x="{WIDTH - RIGHT + 22}" y="{y}" fill="{colours["text"]}">{escape(label.replace("`", ""))}</text>',
         ]
     middle = (LEFT + WIDTH - RIGHT) / 2
     text += [
