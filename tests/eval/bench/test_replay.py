@@ -37,7 +37,7 @@ def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, An
     drafter = load_drafter_class(kind).from_target(target, options).freeze()
     decoder = drafter.decoder(128)
     recipe = MethodConfig.model_validate({"name": "mine", **tree})
-    method = TreeDrafter("mine", decoder, tree_builder(recipe, decoder), Sampling())
+    method = TreeDrafter("mine", decoder, tree_builder(recipe), Sampling())
     prompt = list(range(5, 25))
     with TargetSession(target, 128, drafter.feature_layers) as session:
         answer = generate(session, method, prompt, Sampling(), NEW_TOKENS, ())
