@@ -37,6 +37,7 @@ from draftsmith.eval.report.sentences import proof_sentence
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.files import write_atomically
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.windows import rope_switch
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
@@ -133,7 +134,11 @@ def _test(target: PreTrainedModel, measured: Arm, drawn: Iterable[tuple[list[int
     generator = torch.Generator().manual_seed(0)
     for prompt, answer in drawn:
         ids = torch.tensor([[*prompt, *answer]], device=target.device)
-        logits = target(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = target(input_ids=ids, use_cache=False).logits[0]
+        switch = rope_switch(target)
+        if switch is not None and switch < ids.shape[1]:  # earlier tokens were drawn by the angles of a shorter text
+            logits = torch.cat([target(input_ids=ids[:, :switch], use_cache=False).logits[0], logits[switch:]])
+        logits = logits[len(prompt) - 1 : -1]
         u, excluded = rosenblatt(measured.sampling.probabilities(logits).cpu(), torch.tensor(answer), generator)
         uniforms.append(u)
         impossible += excluded
