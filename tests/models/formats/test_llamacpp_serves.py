@@ -91,7 +91,7 @@ def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> 
         eval={"questions": "embedded", "max_new_tokens": NEW_TOKENS, "limit_per_category": 1},
     )
     save_trained(recipe, drafter)
-    target = ["--target-gguf", str(folder / "target.gguf"), "--dtype", "f32"]
+    target = ["--target-gguf", str(folder / "target.gguf"), "--dtype", "f32", "--concurrency", "1"]
 
     def measured(*options: str) -> dict[str, Any]:
         command = ["bench", recipe_file(recipe), "--engine", "llamacpp", *options, f"--json={tmp_path / 'out.json'}"]
