@@ -131,11 +131,10 @@ def compare_answers(
 def _test(target: PreTrainedModel, measured: Arm, drawn: Iterable[tuple[list[int], list[int]]]) -> DistributionProof:
     """Test whether sampled answers, given as (prompt, answer), have the target's distribution."""
     uniforms, impossible = [], 0
-    generator = torch.Generator().manual_seed(0)
+    generator, switch = torch.Generator().manual_seed(0), rope_switch(target)
     for prompt, answer in drawn:
         ids = torch.tensor([[*prompt, *answer]], device=target.device)
         logits = target(input_ids=ids, use_cache=False).logits[0]
-        switch = rope_switch(target)
         if switch is not None and switch < ids.shape[1]:  # earlier tokens were drawn by the angles of a shorter text
             logits = torch.cat([target(input_ids=ids[:, :switch], use_cache=False).logits[0], logits[switch:]])
         logits = logits[len(prompt) - 1 : -1]

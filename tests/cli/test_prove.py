@@ -38,8 +38,10 @@ class Guess(Method):
         return DraftTree([self._newest, *drawn], TreeShape.chain(2), self._q.expand(3, -1))
 
 
-def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int = 20) -> DistributionProof:
-    target, sampling = tiny_target(), Sampling(temperature)
+def distribution_proof(
+    temperature: float = 1.0, answers: int = 60, tokens: int = 20, target: Any = None
+) -> DistributionProof:
+    target, sampling = target or tiny_target(), Sampling(temperature)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
     measured = Arm(Guess(q, generator), sampling, generator)
@@ -68,6 +70,17 @@ def test_lossless_sampling_passes_and_lossy_sampling_fails(monkeypatch: pytest.M
 
     monkeypatch.setattr("draftsmith.eval.decoding.generate.verify", greedy)
     assert distribution_proof().p_value < 1e-6
+
+
+@pytest.mark.slow
+def test_answers_across_the_length_where_angles_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is compared with the probabilities by the angles that a text of its length has."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 14, **factors}
+    target = tiny_target("phi3", rope_parameters=rope, original_max_position_embeddings=14, sliding_window=None)
+    assert distribution_proof(0.1, target=target).p_value > 0.01
+    monkeypatch.setattr("draftsmith.cli.prove.rope_switch", lambda target: None)  # as if one forward were enough
+    assert distribution_proof(0.1, target=target).p_value < 1e-3
 
 
 def test_rosenblatt_by_hand() -> None:
