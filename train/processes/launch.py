@@ -30,6 +30,8 @@ from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
+# Ways to split one sequence or one layer over devices, set by accelerate's `parallelism_config`.
+SPLIT_MODELS = ("TP", "CP", "SP")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 # What accelerate's own config puts into the environment, and the recipe's key that decides in its place.
@@ -40,7 +42,7 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
 MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-Strategy = Literal["single", "ddp", "fsdp", "zero"]
+Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Launch:
     @property
     def name(self) -> str:
         """Name of the strategy in messages, as `FSDP2` or `ZeRO-3`."""
-        words = {"single": "one process", "ddp": "DDP"}
+        words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
     @property
@@ -79,6 +81,8 @@ def detect_launch(args: TrainingArguments) -> Launch:
         return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
     if _is_set("ACCELERATE_USE_FSDP"):
         return Launch("fsdp", processes, int(os.environ.get("FSDP_VERSION", "1")))
+    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
+        return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
 
 
@@ -170,6 +174,11 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
 
 def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
     """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
+    if launch.strategy == "megatron":
+        yield (
+            "accelerate was configured for Megatron-LM, which has no drafters: launch with one of the files in "
+            "recipes/accelerate, such as multi_gpu.yaml"
+        )
     if launch.strategy == "fsdp" and launch.version != 2:
         yield (
             f"accelerate was configured for FSDP version {launch.version}, which flattens the weights that depth "
@@ -196,6 +205,15 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
         yield (
             f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
             "gone on from: leave it out"
+        )
+    split = [name for name in SPLIT_MODELS if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1]
+    asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
+    if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
+    if asks:
+        yield (
+            f"{asks[0]} above 1: drafters are trained data-parallel only, so leave it out; a target that does not fit "
+            "is served by vLLM, with data.features.source=server"
         )
     kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported

@@ -36,6 +36,7 @@ def make_arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, Launch("zero", 1, 2)),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Launch("zero", 1, 3)),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}, Launch("zero", 1, 2)),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
     ],
 )
 def test_detect_launch(
@@ -50,6 +51,7 @@ def test_detect_launch(
 @pytest.mark.parametrize(
     ("launch", "kind", "data", "train", "message"),
     [
+        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which has no drafters: launch with"),
         (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
         (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
         (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
@@ -74,6 +76,14 @@ def test_impossible_combinations_are_reported(
 
 
 # ---- what other programs leave in the environment ----
+
+
+@pytest.mark.parametrize("name", launches.SPLIT_MODELS)
+def test_split_sequences_and_layers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recipe, args = recipe_in(tmp_path), make_arguments(tmp_path)
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
+    with pytest.raises(UserError, match=f"asks for {name.lower()}_size above 1: drafters are trained data-parallel"):
+        check_launch(recipe, args, Launch("ddp", 2))
 
 
 @pytest.mark.parametrize(
