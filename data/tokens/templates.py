@@ -284,22 +284,30 @@ def last_answer(tokenizer: Any, turns: tuple[Turn, ...], tools: Tools = (), prom
     return written
 
 
-@lru_cache(maxsize=8)
 def thoughts_field(tokenizer: Any, template: str) -> str:
     """Return the field of a message in which a template looks for thoughts.
 
     Raises:
         TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
+    field = _find_thoughts_field(tokenizer, template)
+    if field is None:
+        raise TemplateProblem(
+            "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
+            "write them into `content` between the tokens that the target thinks between, or remove the field"
+        )
+    return field
+
+
+@lru_cache(maxsize=8)
+def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
+    """Find the field of `thoughts_field`; None if there is none, which is remembered too."""
     question, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
         if MARK in _probe(tokenizer, template, [question, answer | _with_thoughts(field, MARK, answer["content"])]):
             return field
-    raise TemplateProblem(
-        "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
-        "write them into `content` between the tokens that the target thinks between, or remove the field"
-    )
+    return None
 
 
 def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
