@@ -23,6 +23,7 @@ from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Recipe
 
 FinishReason = Literal["stop", "length"]
+SERVED_NAME = "target"  # of the target in a vLLM server that draftsmith starts, or prints the command of
 
 
 @dataclass(frozen=True)

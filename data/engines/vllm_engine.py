@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from draftsmith.data.engines.engine import EngineSetting
+from draftsmith.data.engines.engine import SERVED_NAME, EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.data.engines.server_process import ServerProcess
 from draftsmith.errors import UserError
@@ -29,7 +29,6 @@ from draftsmith.recipes.schema import Section
 
 # Requests in flight per running one: some wait inside vLLM, so that a free slot is filled immediately.
 BACKLOG = 1.25
-SERVED_NAME = "target"
 GIVE_UP_AFTER_S = 10.0
 # A request waits inside vLLM too, for as long as other answers take. A server that dies breaks the connection.
 ANSWER_TIMEOUT_S = 30 * 86400.0

@@ -13,6 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from generate.chat import COLOURS
+
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS / "results" / "engines"
 # Of several results with the same rows the first counts.
@@ -35,10 +37,6 @@ STEPS = {
     "step_eagle": "`eagle`",
 }
 PLAIN, NGRAM = "without drafter", "n-gram lookup"
-COLOURS = {
-    "light": {"text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0"},
-    "dark": {"text": "#f0f6fc", "faint": "#9198a1", "line": "#3d444d"},
-}
 LINES = {
     "no draft": "#8c959f",
     "n-gram lookup": "#bf8700",

@@ -24,8 +24,8 @@ NAMES = {
     "tree-7-lookup@0": "the drafter, tree of 7 with lookups",
 }
 COLOURS = {
-    "light": {"text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0", "bar": "#8c959f", "best": "#0969da"},
-    "dark": {"text": "#f0f6fc", "faint": "#9198a1", "line": "#3d444d", "bar": "#6e7681", "best": "#4493f8"},
+    "light": {**chat.COLOURS["light"], "bar": "#8c959f", "best": "#0969da"},
+    "dark": {**chat.COLOURS["dark"], "bar": "#6e7681", "best": "#4493f8"},
 }
 WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 720, 232, 124, 46, 32, 17
 

@@ -20,7 +20,6 @@ from support.places import ROOT
 from support.tiny_runs import recipe_file
 from transformers import TrainerCallback
 
-from draftsmith.data.engines.server_process import free_port
 from draftsmith.recipes.schema import Recipe
 
 SCRIPT = ROOT / "train" / "train_parallel.py"
@@ -46,20 +45,6 @@ def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
         values[SIGNALS] = json.dumps(signals)
         values["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return values
-
-
-def start_processes(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
-    """Start two processes with ranks from the environment, as a scheduler does; return their exit codes and output."""
-    script = SCRIPT if signals is None else Path(__file__)
-    common = {**_environment(signals), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), recipe_file(recipe)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    return [process.wait(timeout=300) for process in processes]
 
 
 def launch(

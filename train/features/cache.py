@@ -87,6 +87,9 @@ class FeatureIndex:
     def bytes_per_token(self) -> int:
         return len(self.layers) * self.hidden_size * self.dtype.itemsize
 
+    def bytes_of(self, shards: Sequence[Shard]) -> int:
+        return sum(shard.tokens for shard in shards) * self.bytes_per_token
+
     def missing(self, folder: Path) -> list[Shard]:
         """Return the shards that are not written yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
@@ -115,7 +118,7 @@ class FeatureIndex:
         Raises:
             UserError: The disk has too little space.
         """
-        missing_bytes = sum(shard.tokens for shard in self.missing(folder)) * self.bytes_per_token
+        missing_bytes = self.bytes_of(self.missing(folder))
         margin_bytes, free_bytes = round(MARGIN_FRAC * missing_bytes) + MARGIN_BYTES, free_bytes_at(folder)
         if missing_bytes + margin_bytes <= free_bytes:
             return

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.engines.answer_features import Unavailable, await_file, row_file
+from draftsmith.data.engines.engine import SERVED_NAME
 from draftsmith.errors import UserError, reason
 from draftsmith.models.target.features import FINAL_FEATURES, final_norm
 from draftsmith.models.target.loading import weights_hash
@@ -44,7 +45,6 @@ from draftsmith.recipes.run_folder import RunFolder, is_first_process, target_se
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex, feature_settings
 
-SERVED_NAME = "target"
 START_IT = "start the server by the command that `draftsmith serve RECIPE --features` prints"
 LONGEST_BACKOFF_S = 30.0
 WORTH_SAYING_S = 10.0  # of waiting for one row

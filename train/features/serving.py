@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from datasets import Dataset
 
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths
-from draftsmith.data.engines.engine import engine_options
+from draftsmith.data.engines.engine import SERVED_NAME, engine_options
 from draftsmith.data.engines.vllm_engine import command_line
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import PROBE
@@ -18,7 +18,7 @@ from draftsmith.models.target.view import target_value
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import check_offline_support
-from draftsmith.train.features.served import SERVED_NAME, ServedFeatures, served_layers
+from draftsmith.train.features.served import ServedFeatures, served_layers
 from draftsmith.train.features.write import models_without_weights
 
 CONNECTOR, MODULE = "HiddenStatesConnector", "draftsmith.data.engines.vllm_hidden_states"

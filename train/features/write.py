@@ -50,11 +50,11 @@ class Projection:
 
     @property
     def total_bytes(self) -> int:
-        return self.index.tokens * self.index.bytes_per_token
+        return self.index.bytes_of(self.index.shards)
 
     @property
     def missing_bytes(self) -> int:
-        return sum(shard.tokens for shard in self.missing) * self.index.bytes_per_token
+        return self.index.bytes_of(self.missing)
 
     def sentence(self) -> str:
         """Return the size to write in one sentence."""

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.stages import run_distill
 from draftsmith.data.engines import answer_features
+from draftsmith.data.engines.engine import SERVED_NAME
 from draftsmith.data.engines.vllm_engine import VllmServer
 from draftsmith.errors import UserError
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
@@ -27,7 +28,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.features import served
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex
-from draftsmith.train.features.served import SERVED_NAME, ServedFeatures
+from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.features.serving import server_arguments
 from draftsmith.train.features.write import project_features, write_features
 
