@@ -51,8 +51,6 @@ class DrafterTrainingArguments(TrainingArguments):
 
 TYPES = {**typing.get_type_hints(DrafterTrainingArguments), GLOBAL_BATCH: int}
 KEYS = {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init)}
-# Environment variables with the number of processes, as accelerate reads them.
-WORLD_SIZES = ["WORLD_SIZE", *MPI_WORLD_SIZES]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ def training_arguments(
     accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
     checked = {key: _checked(key, value) for key, value in values.items()}
-    launched = get_int_from_env(WORLD_SIZES, 1)
+    launched = get_int_from_env(["WORLD_SIZE", *MPI_WORLD_SIZES], 1)  # as accelerate reads them
     checked = _split_global_batch(checked, launched if processes is None else processes)
     defaults = {
         "output_dir": str(output_dir),
@@ -196,6 +194,7 @@ def _checked(key: str, value: Any) -> Any:
         raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
     if key == "push_to_hub" and value:  # transformers' would send every checkpoint, optimiser and settings with it
         raise UserError("key `train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained drafter")
+    value = "no" if value is False and key.endswith("_strategy") else value  # YAML reads a bare no as false
     try:
         return TypeAdapter(TYPES[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError as error:
