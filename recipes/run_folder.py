@@ -90,8 +90,8 @@ def process_of_launch() -> tuple[int, int]:
 
     A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")) if processes > 1 else 0), processes
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    return (int(os.environ.get("RANK") or 0) if processes > 1 else 0), processes
 
 
 def is_first_process() -> bool:

@@ -7,7 +7,6 @@ writes the missing ones.
 Shapes: B batch, S sequence, F features.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +31,7 @@ from draftsmith.models.target.loading import (
     target_without_weights,
 )
 from draftsmith.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.run_folder import RunFolder, process_of_launch, with_run_lock
 from draftsmith.recipes.schema import FeaturesRecipe, Recipe
 from draftsmith.train.features.cache import FeatureCache, FeatureIndex, Shard, check_offline_support, feature_settings
 from draftsmith.train.features.served import ServedFeatures
@@ -117,7 +116,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         UserError: The target cannot be loaded, a server cannot be used, or there are several processes.
         OSError: The disk is full; finished shards stay.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_of_launch()[1] > 1:
         raise UserError(
             "`draftsmith features` is one process: for several GPUs start vLLM servers of the target by `draftsmith "
             "serve RECIPE --features`, and set data.features.source=server"

@@ -99,9 +99,9 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
         value = os.environ.pop(name, "no").lower()
         if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
             logger.warning("%s=%s is not used: %s in the recipe decides", name, value, key)
-    if "WORLD_SIZE" in os.environ:
+    if (processes := os.environ.get("WORLD_SIZE")) and (processes != "1" or "MASTER_ADDR" in os.environ):
         return
-    for name in ("RANK", "LOCAL_RANK"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(name, None)
     for name in MPI_WORLD_SIZES:
         if os.environ.get(name, "1") != "1" and "MASTER_ADDR" not in os.environ:

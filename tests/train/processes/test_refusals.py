@@ -110,15 +110,14 @@ def test_the_recipe_decides_in_place_of_accelerates_config(
 
 
 def test_ranks_count_in_a_launch_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for leftover in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}):
+        for name, value in {"RANK": "1", "LOCAL_RANK": "1", **leftover}.items():
+            monkeypatch.setenv(name, value)
+        assert is_first_process()
+        assert make_arguments(tmp_path).process_index == 0
     monkeypatch.setenv("RANK", "1")
-    assert is_first_process()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert is_first_process()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not is_first_process()
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert make_arguments(tmp_path).process_index == 0
 
 
 @pytest.mark.parametrize("name", launches.MPI_WORLD_SIZES)
