@@ -33,6 +33,7 @@ from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
+from draftsmith.data.sources.question_sets import questions_files
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
 from draftsmith.data.tokens.rows import tokenize_rows
@@ -216,7 +217,13 @@ def check_engine_options(recipe: Recipe) -> Iterator[Finding]:
 def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
-    data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
+    changed: dict[str, Any] = {"skip_invalid": True}
+    try:
+        questions_files(question_sources(recipe))
+    except UserError as error:
+        yield Finding("evaluation questions", "defect", str(error))
+        changed["decontaminate"] = []
+    data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update=changed)})
     found: list[Conversation] = []
     try:
         check_answers(recipe, expected.tokenizer, weights_hash(recipe.target))

@@ -60,7 +60,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
-            raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with its recipe first")
+            raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with the same arguments first")
     choices = recipe.eval
     questions = load_questions(choices.question_sets, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)

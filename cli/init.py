@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from draftsmith.data.sources.files import FILE_SUFFIXES
 from draftsmith.errors import UserError
-from draftsmith.files import write_atomically
+from draftsmith.files import expand_home, write_atomically
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_tokenizer, template_variables
 from draftsmith.recipes.loading import load_recipe
@@ -43,7 +44,7 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
         name: Name of the run; by default the target's and the kind's.
 
     Raises:
-        UserError: The file exists, or the tokenizer of a local target cannot be read.
+        UserError: The file exists, a path does not, or the tokenizer of a local target cannot be read.
     """
     base = load_recipe(BASES.get(engine, BASE_OF_ENGINES))
     kind = base.drafter.kind
@@ -51,6 +52,10 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     file = file or Path(f"{name}.yaml")
     if file.exists():
         raise UserError(f"{file} exists: name another file with --file, or delete it")
+    for option, given in (("--target", target), ("--data", data)):
+        place = expand_home(given)
+        if not place.exists() and (given[0] in "/.~" or place.suffix in FILE_SUFFIXES):
+            raise UserError(f"{option} {given} does not exist: correct the path, or give a Hub id")
     has_vllm = importlib.util.find_spec("vllm") is not None
     distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
     values = base.model_dump()

@@ -38,7 +38,7 @@ from draftsmith.cli.stages import (
     run_features,
     run_train,
 )
-from draftsmith.errors import UserError, masked, read_api_key
+from draftsmith.errors import Terminated, UserError, masked, read_api_key
 from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folder, summary_of
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe
@@ -171,7 +171,7 @@ def init(
     written = write_recipe(target, data, engine, name, file)
     recipe = load_recipe(written)
     if THINKING in recipe.target.chat_template_kwargs:
-        console.print(f"Note: the chat template reads {THINKING}: set it in {written} as it will be set for serving.")
+        console.print(f"Note: {written} sets {THINKING} to false: change it there if you serve with thoughts.")
     tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
     console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
     print_next_command("plan", written, None)
@@ -271,7 +271,12 @@ def serve(
         worker = Worker(loaded, waiting)
     page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
-    run_server(worker, host, port, api_key, trusted_host or [])
+    try:
+        run_server(worker, host, port, api_key, trusted_host or [])
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Terminated):
+            raise
+        console.print("stopped")
 
 
 def _serve_features(recipe: Path | None, overrides: list[str] | None, start: bool) -> None:

@@ -110,7 +110,7 @@ def _check_trained(recipe: Recipe) -> None:
     """Raise UserError unless the run has a drafter that was trained with this recipe."""
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with this recipe first")
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
     trained = {"drafter.kind": check_as_trained(folder), **read_training(folder).settings}
     for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
         if trained.get(key, value) != value:

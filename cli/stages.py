@@ -151,14 +151,14 @@ def launch_training(recipe: Recipe, file: str, overrides: Sequence[str], process
     Raises:
         typer.Exit: Training failed, which it has reported.
     """
-    from accelerate.commands import launch
     from torch import cuda
 
     from draftsmith.train.drafter.report import TrainReport
 
     config = shipped_folder() / "accelerate" / ("multi_gpu.yaml" if cuda.is_available() else "cpu_x2.yaml")
-    command = [sys.executable, "-m", launch.__name__, "--config_file", str(config), "--num_processes", str(processes)]
-    with subprocess.Popen([*command, "-m", "draftsmith.train.train_parallel", file, *overrides]) as process:
+    launcher = [sys.executable, "-m", "draftsmith.train.processes.launcher", "--config_file", str(config)]
+    command = [*launcher, "--num_processes", str(processes), "-m", "draftsmith.train.train_parallel", file, *overrides]
+    with subprocess.Popen(command) as process:
         try:
             code = process.wait()
         except BaseException:  # Ctrl-C and SIGTERM: the step is finished and saved

@@ -1,4 +1,4 @@
-"""Access control of the server: allowed host names, size and type of requests, time limits.
+"""Access control of the server: allowed host names, size and type of requests.
 
 Any web page in a user's browser can send requests to a server on the user's machine. It cannot send JSON to another
 origin without the server's consent (CORS), which this server never gives, so bodies of other types are rejected. A page
@@ -7,7 +7,6 @@ whose own name was pointed at this machine (DNS rebinding) is recognised by the 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import ipaddress
@@ -17,12 +16,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import h11
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LARGEST_BODY_BYTES = 1 << 20
-REQUEST_WITHIN_S = 20.0  # for head and body: 1 MiB at 0.4 Mbit/s
 LONGEST_NAME = 80  # characters of a host name that are quoted
 
 
@@ -78,41 +74,6 @@ class Guard:
         except ValueError:
             return False
         return True
-
-
-class TimedRequests(H11Protocol):
-    """uvicorn's protocol with a time limit for receiving a request."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._late = self.loop.call_later(REQUEST_WITHIN_S, transport.close)
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if not self._is_waiting:
-            self._cancel_timer()
-        elif self._late is None:
-            self._late = self.loop.call_later(REQUEST_WITHIN_S, self.transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
-        super().connection_lost(exc)
-
-    def _cancel_timer(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Return whether a request is incomplete, or the connection's first one has not arrived.
-
-        Between two requests uvicorn's own keep-alive limit applies.
-        """
-        partial = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        return self.cycle is None or partial or self.conn.their_state is h11.SEND_BODY
 
 
 def page_response(page: str) -> Response:

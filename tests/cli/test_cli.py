@@ -123,3 +123,13 @@ def test_processes_are_launched(code: int, monkeypatch: pytest.MonkeyPatch) -> N
     words = ["2", "-m", "draftsmith.train.train_parallel", "quickstart", "train.max_steps=2"]
     assert command[number + 1 :] == words
     assert command[number - 1].endswith(("accelerate/cpu_x2.yaml", "accelerate/multi_gpu.yaml"))
+
+
+def test_a_failed_launch_ends_with_the_code_of_its_process(tmp_path: Path) -> None:
+    """The user reads what the processes say, and no traceback of the launcher."""
+    (tmp_path / "fails.py").write_text("import sys\nprint('error: no data', file=sys.stderr)\nsys.exit(2)\n")
+    config = stages.shipped_folder() / "accelerate" / "cpu_x2.yaml"
+    options = ["--config_file", str(config), "--main_process_port", "0", str(tmp_path / "fails.py")]
+    command = [sys.executable, "-m", "draftsmith.train.processes.launcher", *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, "error: no data" in result.stderr, "Traceback" in result.stderr) == (2, True, False)

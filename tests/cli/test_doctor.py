@@ -219,7 +219,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     ),
     "one engine": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
-        "vLLM can load it; not SGLang: it takes",
+        "vLLM can load it; not SGLang: sglang takes",
     ),
     "features by an engine that is not here": (
         "warning", {}, ["data.features={source: server, server: {urls: ['http://h:8000']}}"],

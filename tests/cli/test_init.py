@@ -17,13 +17,13 @@ from draftsmith.recipes.loading import load_recipe
 @pytest.mark.parametrize(("engine", "kind"), [("vllm", "dflash2"), ("llamacpp", "dflash2"), ("draftsmith", "parallel")])
 def test_written_recipe_has_every_option(engine: str, kind: str, tmp_path: Path) -> None:
     file = tmp_path / "grüße.yaml"
-    command = ["init", "--target", "embedded", "--data", "talk.jsonl", "--for", engine, "--file", str(file), "--json"]
+    command = ["init", "--target", "embedded", "--data", "stdlib", "--for", engine, "--file", str(file), "--json"]
     result = CliRunner(charset="ascii").invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"file": str(file), "name": f"embedded-{kind}", "kind": kind}
     assert "gr\\xfc\\xdfe.yaml" in result.stderr
     recipe = load_recipe(file)
-    assert (recipe.target.model, recipe.data.conversations.source) == ("embedded", "talk.jsonl")
+    assert (recipe.target.model, recipe.data.conversations.source) == ("embedded", "stdlib")
     assert recipe.drafter.options.keys() == load_drafter_class(kind).config_class.Options.model_fields.keys()
     base = load_recipe(init.BASES.get(engine, init.BASE_OF_ENGINES))
     assert recipe.train == base.train
@@ -31,6 +31,11 @@ def test_written_recipe_has_every_option(engine: str, kind: str, tmp_path: Path)
     assert "  # size of a reduced draft vocabulary" in file.read_text(encoding="utf-8")
     again = CliRunner().invoke(cli.app, command)
     assert (again.exit_code, "exists: name another file with --file" in again.stderr) == (2, True)
+    for option in ("--target", "--data"):
+        wrong = CliRunner().invoke(
+            cli.app, [*command, "--name", "new", "--file", str(tmp_path / "new"), option, "/no.jsonl"]
+        )
+        assert (wrong.exit_code, f"{option} /no.jsonl does not exist" in wrong.stderr) == (2, True)
 
 
 def test_thinking_is_visible_if_the_template_reads_it(tmp_path: Path) -> None:
@@ -38,8 +43,8 @@ def test_thinking_is_visible_if_the_template_reads_it(tmp_path: Path) -> None:
     template = (tmp_path / "target" / "chat_template.jinja").read_text()
     (tmp_path / "target" / "chat_template.jinja").write_text("{% if enable_thinking %}{% endif %}" + template)
     file = tmp_path / "mine.yaml"
-    command = ["init", "--target", str(tmp_path / "target"), "--data", "talk.jsonl", "--file", str(file)]
+    command = ["init", "--target", str(tmp_path / "target"), "--data", "stdlib", "--file", str(file)]
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
-    assert "the chat template reads enable_thinking: set it in" in result.stdout
+    assert "mine.yaml sets enable_thinking to false: change it" in result.stdout
     assert load_recipe(file).target.chat_template_kwargs == {"enable_thinking": False}

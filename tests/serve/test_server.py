@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -28,7 +28,6 @@ from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.schema import Recipe
-from draftsmith.serve import protection
 from draftsmith.serve.api import application
 from draftsmith.serve.protection import LARGEST_BODY_BYTES, Guard
 from draftsmith.serve.requests import ChatRequest
@@ -288,35 +287,6 @@ def test_long_text_does_not_block_other_requests(running: RunningServer, monkeyp
     monkeypatch.setattr("draftsmith.serve.requests.token_ids", lambda *_: 1 / 0)
     huge = running.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
     assert (huge.status_code, "characters, too many for" in huge.text) == (400, True)
-
-
-def test_silent_connections_are_closed(small: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They send nothing, half a header, half a body, a byte at a time, or half of a second request."""
-    monkeypatch.setattr(protection, "REQUEST_WITHIN_S", 0.5)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    beginnings = [b"", b"GET / HT", head, head + b"Content-Length: 100\r\n\r\n{", health + b"GET /he", health + head,
-                  health + head + b"Content-Length: 9\r\n\r\n{"]  # fmt: skip
-    with ExitStack() as stack:
-        for silent in [small.connect(stack, beginning, 4) for beginning in beginnings]:
-            while silent.recv(4096):
-                pass
-        dripping = small.connect(stack, b"", 0.1)
-        for _ in range(40):
-            with suppress(TimeoutError, ConnectionError):
-                dripping.sendall(b"G")
-                if not dripping.recv(1):
-                    break
-        else:
-            pytest.fail("a byte now and then keeps a connection open")
-        kept = small.connect(stack, b"", 4)
-        for _ in range(3):  # complete ones are unaffected
-            kept.sendall(health)
-            response = b""
-            while b'"ok"' not in response:
-                response += kept.recv(4096)
-            assert b"200 OK" in response
-            time.sleep(0.4)
 
 
 def test_wrong_key_is_refused(running: RunningServer) -> None:

@@ -57,10 +57,10 @@ def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset
 
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
-        eval_rows_frac: Approximate share of all conversations to hold out.
+        eval_rows_frac: Approximate share of all conversations to hold out, one at least; 0: none.
 
     Raises:
-        UserError: One side would be empty.
+        UserError: Nothing would be left to train on.
     """
     numbered = tokens.add_column(ROWS_COLUMN, [[row] for row in range(len(tokens))])
     if not eval_rows_frac:
@@ -69,11 +69,11 @@ def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset
     begins = first_rows_of_conversations(tokens)
     of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
     places = np.array([of_first[row] for row in begins])
-    out = places < eval_rows_frac
-    if out.all() or not out.any():
+    out = places <= max(eval_rows_frac, places.min())
+    if out.all():
         raise UserError(
-            f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves {int((~out).sum())} to train on "
-            f"and {int(out.sum())} to evaluate on: choose a share that leaves some of both"
+            f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves none to train on: set it to 0, "
+            "or distil more conversations"
         )
     # A hole in the loss, of a copy that `data.loops: mask` took out, would end an answer.
     heldout = numbered.select(np.flatnonzero(out))

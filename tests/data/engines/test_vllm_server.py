@@ -110,7 +110,7 @@ def test_arguments_of_the_server() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_missing_vllm_names_the_extra() -> None:
-    with pytest.raises(UserError, match=r"pip install draftsmith\[vllm\]"), open_engine(setting()):
+    with pytest.raises(UserError, match="pip install vllm "), open_engine(setting()):
         pass
     with pytest.raises(UserError, match=r"unknown key `data.distill.options.tp`"), open_engine(setting(tp=2)):
         pass

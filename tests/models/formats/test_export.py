@@ -133,7 +133,7 @@ def test_kind_without_an_exporter_is_refused_by_name(to: str) -> None:
     config.model_type = "draftsmith-brand_new"
     refused = refusal(config, to)
     assert refused is not None
-    assert re.fullmatch(r"it takes .* and has no place for brand_new: train with drafter\.kind=\w+", refused)
+    assert re.fullmatch(rf"{to} takes .* and has no place for brand_new: train with drafter\.kind=\w+", refused)
 
 
 @pytest.mark.parametrize(("kind", "to", "model_type", "options"), EXPRESSIBLE)

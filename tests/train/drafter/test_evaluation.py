@@ -85,8 +85,11 @@ def test_held_out_rows_are_chosen_by_content() -> None:
     for row in PackedRows(train, 100):
         ids = [token for number in row[ROWS_COLUMN] for token in many[number]["input_ids"]]
         assert row["input_ids"].tolist() == ids
-    with pytest.raises(UserError, match=r"`data\.eval_rows_frac`: 1e-09 of 8 rows leaves 8 to train on and 0 to"):
-        split_rows(few, 1e-9)
+    _, one = split_rows(few, 1e-9)
+    assert one is not None
+    assert len(one) == 1
+    with pytest.raises(UserError, match=r"`data\.eval_rows_frac`: 0\.5 of 1 rows leaves none to train on: set it to 0"):
+        split_rows(few.select([0]), 0.5)
 
 
 def test_conversation_is_not_split_between_training_and_held_out() -> None:
