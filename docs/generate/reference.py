@@ -133,11 +133,9 @@ def measured() -> list[str]:
 def adapted() -> list[str]:
     """Return the training guide's table: tau on a fine-tuned target, before and after training."""
     figures = json.loads((ROOT / "docs" / "results" / "smollm2" / "tuned.json").read_text(encoding="utf-8"))["figures"]
-    lines = ["| drafter | on | maths, chain | maths, tree | other, chain | other, tree |", "|---|---|---|---|---|---|"]
+    lines = ["| drafter | target | chain | tree |", "|---|---|---|---|"]
     for row in figures["rows"]:
-        measured_on = [row.get(questions) for questions in ("maths", "other")]
-        taus = [f"{taus[tree]:.2f}" if taus else "-" for taus in measured_on for tree in ("chain", "tree")]
-        lines.append(f"| {row['drafter']} | {row['target']} | {' | '.join(taus)} |")
+        lines.append(f"| {row['drafter']} | {row['target']} | {row['chain']:.2f} | {row['tree']:.2f} |")
     return lines
 
 
