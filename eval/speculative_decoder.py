@@ -34,15 +34,15 @@ CHAIN = MethodConfig(name="chain")
 class SpeculativeDecoder:
     """Decoder for one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
 
-    On a CPU frozen weights get a packed copy, as in `draftsmith eval`, which takes as much memory again.
+    On a CPU the frozen weights are packed into a copy that takes as much memory again, as in `draftsmith eval`.
 
     Args:
         tokenizer: The target's tokenizer. None: prompts are token ids, and only the limit ends an answer.
         drafter: Attached to this target. None: the same loop without a draft.
-        tree: The draft tree, as a row of `eval.methods`.
+        tree: The draft tree, with the keys of a method in a recipe's `eval.methods`.
         max_length_tokens: Most tokens of a prompt with its answer; by default 1024, or the target's limit if it is
             lower.
-        seed: Of sampled answers.
+        seed: Seed of sampled answers.
 
     Raises:
         UserError: The target cannot be decoded with trees, or the tree is invalid.

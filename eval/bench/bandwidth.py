@@ -27,8 +27,8 @@ class WeightReading:
     them, unless the output head shares their memory. The KV cache is not counted. None for a mixture of experts, whose
     steps read only the experts that the router chooses.
 
-    On a CPU the weights themselves are summed: the packed copies, which a step reads too. Elsewhere a buffer is: a sum
-    of each weight would measure the start of kernels.
+    On a CPU the weights themselves are summed: the packed copies, which a step reads too. On a GPU one buffer is summed
+    repeatedly, since one sum per weight would measure kernel launches.
     """
 
     def __init__(self, target: Any) -> None:

@@ -34,8 +34,8 @@ BLOCKS_TOKENS = (8, 1)  # the slower block size only if the first does not expla
 class Divergence:
     """First difference between a greedy answer and the target's.
 
-    position: index of the token. expected, found: token ids. gap: largest logit minus that of the lower of the two.
-    noise: largest difference between correct computations of the logits.
+    position: index of the token. expected, found: token ids of the target's answer and of the other one. gap: largest
+    logit minus the lower logit of these two tokens. noise: largest difference between correct computations of logits.
     """
 
     question_id: int | str
@@ -78,11 +78,11 @@ def divergence_at(
     actual: list[int],
     blocks_tokens: Sequence[int] = BLOCKS_TOKENS,
 ) -> Divergence:
-    """Measure gap and noise of the target's logits at the first difference of a greedy answer.
+    """Measure gap and noise of the target's logits where a greedy answer (`actual`) first differs from `expected`.
 
     Args:
         position: Index of the difference, see `first_difference`.
-        session: Session of the target that holds the prompt with `expected`.
+        session: Session of the target, long enough for the prompt with `expected`.
         blocks_tokens: Block sizes for recomputing the answer after the KV cache, tried until one explains the gap.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)

@@ -84,7 +84,7 @@ def check_trees(recipe: Recipe) -> None:
     """Check by the target's config that it can verify the draft trees of all methods.
 
     Raises:
-        UserError: It verifies chains only, and a method drafts trees.
+        UserError: The target verifies chains only, and a method drafts trees.
     """
     if (why := chains_only(load_target_config(recipe.target))) is None:
         return
@@ -102,9 +102,9 @@ def compiles(recipe: Recipe) -> bool:
 
 
 def compile_decoder(decoder: SequenceDecoder, device: torch.device, compiles: bool | None) -> SequenceDecoder:
-    """Return the decoder, compiled if its target on this device is compiled and that is on CUDA.
+    """Return a drafter's decoder, compiled if the device is a GPU on which the target is compiled too.
 
-    `compiles` is `eval.compile`, None: the default.
+    `compiles` is the recipe's `eval.compile`; None: as `compiles_by_default` says.
 
     On a CPU a compiled draft takes longer: 1.4 ms instead of 1.0 for one layer of SmolLM2-135M, which has few
     operations, and whose inputs are built in every round.
@@ -118,7 +118,7 @@ def compile_decoder(decoder: SequenceDecoder, device: torch.device, compiles: bo
 def measured_methods(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
 ) -> list[Arm]:
-    """Build the baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
+    """Build the baseline and every method of the recipe, at every temperature. Methods of one drafter share a decoder.
 
     Raises:
         UserError: Two methods have the same name, or a method's kind or options are wrong.

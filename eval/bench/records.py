@@ -44,9 +44,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class MethodResult:
     """Answers of one method to all turns of one question at one temperature.
 
-    lenience: below 1 the method is not lossless. process: id of the measuring process, as only times of the same one
-    are compared. settings: see `answer_settings`. turns_left_out: number of later turns that
-    left no room for an answer.
+    lenience: below 1 the method is not lossless. process: random id of the measuring process: only times of one process
+    are compared. settings: what the answers depend on, see `answer_settings`. turns_left_out: number of later turns
+    that left no room for an answer.
     """
 
     method: MethodName  # part of the name of a file of answers
@@ -71,8 +71,8 @@ class MethodResult:
 class QuestionRecord:
     """Answers of all methods to one question in one run.
 
-    answers: by `method@temperature`. weights_bytes, weights_read_s: see `WeightReading`. task: the task that the
-    question belongs to; by default Spec-Bench's of its category.
+    answers: by `method@temperature`. weights_bytes: what a step of the target reads; weights_read_s: seconds of a
+    plain read of as many bytes. task: the question's task; by default Spec-Bench's task of its category.
     """
 
     run: int

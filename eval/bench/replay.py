@@ -11,14 +11,14 @@ from draftsmith.eval.trees.verify import follow
 
 @torch.inference_mode()
 def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first: int, last: int) -> list[int]:
-    """Return the tokens that each round commits, the target's own included, in the answer from `first` to `last`.
+    """Return how many tokens each round commits, the target's own included, in the answer `ids[first]` to `ids[last]`.
 
     A self-distilled answer gives the target's next token after every token, and one forward of the target over an
     example gives the features of all rounds. Except for ties, the rounds equal those of `decoding/generate.py`; if the
     answer was sampled, a draft token counts as accepted when it equals the sampled one.
 
     Args:
-        features_sf: [S, F] that the method reads, of the S tokens `ids`.
+        features_sf: [S, F] features of the target that the method reads, F values for each of the S tokens `ids`.
     """
     method.start(ids[:first], features_sf[:first])
     method.observe([ids[first]], features_sf[first - 1 : first])

@@ -97,7 +97,7 @@ class SpecBench:
         Args:
             methods: The methods to measure, with the autoregressive baseline of each temperature.
             warmup_questions: Questions that are answered without recording first.
-            part: (number, count) of this process, if several share the questions.
+            part: (number of this process from 0, number of processes), if several share the questions.
         """
         number, count = part
         questions = list(enumerate(self.questions))[number::count]
@@ -221,7 +221,7 @@ def first_turn_prompts(
 
 
 def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
-    """Return the length of the longest conversation.
+    """Return the length in tokens of the longest conversation that the questions can become, `limit` at most.
 
     One eighth is added to every answer, as its text may have more tokens when it is tokenised again.
     """

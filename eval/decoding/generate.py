@@ -1,8 +1,8 @@
 """One decoding round for every method, the autoregressive baseline included: draft, verify, commit (`decode_round`).
 
-A tree is run by the target in one forward, and walked on the host. On a GPU a round waits once for what was verified,
-at T > 0 for a few numbers more (`verify.py`). What was drafted is read with it if it is a chain, or, at T = 0, a static
-tree; other trees are made on the host, which waits once for their draft, or once a level.
+The target runs a tree in one forward; the host then walks it. On a GPU the host waits once per round for the result of
+verification, at T > 0 sometimes more often (`verify.py`). The drafted tokens are copied in the same wait if they are a
+chain, or, at T = 0, a static tree. Other trees are built on the host, which waits for the draft once, or once a level.
 
 The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
 a stop string, or beyond the limit are cut and count nowhere.
@@ -36,19 +36,19 @@ class AnswerRecord:
 
     ids: generated token ids, the end token or the token that completed a stop string included.
     text: the text before the stop string that ended the answer, if one did; the bench decodes the others.
-    accept_lengths: tokens kept per round, the target's own included; their mean is tau.
-    draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
-    draft_depths: the longest path drafted, per round.
+    accept_lengths: number of tokens that each round commits, the target's own included; their mean is tau.
+    draft_lengths: number of accepted draft tokens of each round; their mean is tau without the target's own token.
+    draft_depths: length of each round's longest drafted path.
     prompt_tokens: length of the prompt.
-    tried: drafted depths that verification reached; the share of accepted ones is the acceptance rate alpha.
-    outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
-        None: it can draft every token.
-    ended_outside: the rounds, from 0, that such a token ended where drafts were rejected: the vocabulary alone would
-        have ended them. None as above.
-    round_s: seconds of each round, of which the four phases below are the parts.
-    first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
-    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the path; keeping it.
-    first_draft_s: of draft_s, the first round's, in which the drafter reads the prompt; None: not recorded.
+    tried: number of drafted depths that verification reached; the accepted share of them is the acceptance rate alpha.
+    outside_tokens: number of the rounds' tokens that are not in the method's draft vocabulary, all of them the target's
+        own; None: the method can draft every token.
+    ended_outside: numbers, from 0, of the rounds that rejected drafts and ended with such a token, which no draft could
+        have matched. None: the method can draft every token.
+    round_s: seconds of each round; the four phases below are sums over all rounds.
+    first_token_s: seconds from the prompt to its first token; prefill_s: to the beginning of the first round.
+    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the accepted path;
+        committing it. first_draft_s: draft_s of the first round, in which the drafter reads the prompt, or None.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -86,7 +86,7 @@ class AnswerRecord:
         return (self.draft_s - self.first_draft_s) * self.rounds / (self.rounds - 1)
 
     def add_round(self, tree: DraftTree, verification: Verification, kept: int, columns: TokenColumns) -> None:
-        """Count a round of which `kept` tokens belong to the answer; `columns` are what the method can draft."""
+        """Add a round's figures: `kept` of its tokens belong to the answer; `columns`: the draft vocabulary."""
         path = verification.path
         self.accept_lengths.append(kept)
         self.draft_lengths.append(min(kept, len(path) - 1))
@@ -157,11 +157,11 @@ class Generation:
         return step.features
 
     def draft(self, deepest: int) -> DraftTree:
-        """Draft a tree no deeper than `deepest`, and than the remaining token budget."""
+        """Draft a tree that is no deeper than `deepest`, nor than the remaining token budget."""
         return self.method.propose().cut_to_depth(min(deepest, self.max_new_tokens - len(self.record.ids) - 1))
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
-        """Choose the accepted path of a draft tree, by p at every node and the q of its children."""
+        """Choose the accepted path of a draft tree, by the target's p and the drafter's q at every node."""
         verification = verify(tree, step.logits, self.sampling, self.generator, self.lenience)
         self.method.read_logits(tree, step.logits)
         return verification
@@ -198,8 +198,8 @@ class Generation:
 def decode_round(session: TargetSession, generation: Generation, mark: Callable[[], None] = lambda: None) -> Round:
     """Run one round of a generation: draft, verify, commit.
 
-    p is the target's distribution at a node of the draft tree, q the drafter's, which drew the node's children. Called
-    in `torch.inference_mode`.
+    p is the target's distribution at a node of the draft tree, q the drafter's, which drew the node's children. Must be
+    called in `torch.inference_mode`.
 
     Args:
         mark: Called after the draft, after the target's forward, and after the choice of the accepted path.
@@ -236,7 +236,7 @@ def generate(
 
     Args:
         generator: For the target's draws; usually shared with the method.
-        stop: A new one for each answer.
+        stop: Finds the strings that end an answer; give a new one for each answer.
         on_round: Called at the end of every round; its time counts to the commit.
 
     Raises:

@@ -4,8 +4,8 @@ A session works with any decoder-only `AutoModelForCausalLM` that takes a 4-D at
 a probe makes sure of it, once per target. How a forward is run is decided in `Forward`, where the sequence's tokens lie
 in `KVCache`.
 
-Where a target's RoPE changes at a length (`rope_switch`), no tree crosses it, and at it the sequence is read again:
-every token's logits are those of one forward over all tokens up to it.
+The RoPE of some targets changes at a certain length (`rope_switch`): no tree crosses that length, and at it the whole
+sequence is read again, so that every token's logits are those of one forward over all tokens up to it.
 
 Shapes: P prompt, N nodes of a tree, F features, V vocabulary.
 """
@@ -55,15 +55,15 @@ class TargetStep:
 def open_session(
     target: Any, max_length_tokens: int, compiles: bool | None, same_size: bool | None = None
 ) -> TargetSession:
-    """Open the session that `eval.compile` asks for.
+    """Open a session on the target, compiled as the recipe's `eval.compile` says.
 
     Args:
-        compiles: True: a target that cannot be compiled is an error; None: it is compiled where the machine has what
-            that takes, and runs as it is, after a warning, if it cannot be.
-        same_size: As in `Compiler`.
+        compiles: False: not compiled. True: a target that cannot be compiled is an error. None: as
+            `compiles_by_default` says; a target that then fails to compile runs uncompiled, after a warning.
+        same_size: Whether trees and single steps are padded to one size, see `Compiler`.
 
     Raises:
-        UserError: As `TargetSession`.
+        UserError: The target cannot hold that many tokens, run draft trees or, with `compiles`, be compiled.
     """
     is_compiled = compiles
     if compiles is None:
@@ -73,7 +73,7 @@ def open_session(
     session = TargetSession(target, max_length_tokens, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and session.forward.cpu_target is None:
         logger.warning(
-            "%s has other layers than %s, which run in one call on a CPU: a step takes longer%s",
+            "%s has other layers than %s, which run in one call on a CPU: the same answers take longer%s",
             type(target).__name__,
             ", ".join(FAMILIES.values()),
             ", and compiling it takes up to a minute the first time" if is_compiled else "",
@@ -177,7 +177,7 @@ class TargetSession:
     @without_cudnn_attention()
     @torch.inference_mode()
     def forward_tree(self, tree: DraftTree) -> TargetStep:
-        """Run all nodes of a tree. Nothing is kept until `commit`."""
+        """Run the target on all nodes of a tree; none of them joins the sequence until `commit`."""
         if self.forward.states is not None:
             return self._run_chain(tree, self.forward.states)
         if self._switch is not None:
@@ -209,7 +209,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
-        """Keep the accepted nodes (root first) of the last tree, whose tokens are read."""
+        """Add the accepted nodes (root first) of the last tree, whose tokens were read to the host, to the sequence."""
         if self._switch is not None:
             self._ids += [self._tree.tokens[node] for node in path]
         self.cache.keep(path)

@@ -11,8 +11,8 @@ UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are mis
 class GrowingText:
     """The text of one answer, token by token, without characters of which bytes are missing; can be copied.
 
-    Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
-    since what a tokenizer makes of a token may depend on the one before it (a leading space).
+    Each call decodes only the newest tokens, together with those of the last complete piece of text, since the text of
+    a token may depend on the token before it (a leading space).
     """
 
     def __init__(self, tokenizer: Any, skips_special_tokens: bool = True) -> None:
@@ -23,7 +23,7 @@ class GrowingText:
         self._pending: list[int] = []  # those after it
 
     def add(self, *tokens: int) -> str:
-        """Return the text with one token more, or several."""
+        """Append one or more tokens, and return the text so far."""
         self._pending = [*self._pending, *tokens]  # a new list, as copies share theirs
         known = self._decode(self._context)
         new = self._decode([*self._context, *self._pending])[len(known) :]
@@ -37,14 +37,14 @@ class GrowingText:
 
 
 class StopMatcher:
-    """Reads one answer token by token, up to the token with which one of some strings becomes complete.
+    """Reader of one answer, token by token, which finds the token that completes a stop string.
 
     As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
-    a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
-    after the other, so that every method cuts where the autoregressive loop does.
+    a piece of a character, a piece of a stop string, or more than one. The result depends on the tokens alone, not on
+    the rounds that gave them, so that every method cuts where the autoregressive loop does.
 
     Args:
-        strings: Each non-empty.
+        strings: The stop strings, each non-empty.
         tokenizer: The target's; only `decode` is used.
     """
 

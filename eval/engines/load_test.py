@@ -58,7 +58,7 @@ class TurnAnswer(TimedAnswer):
 class LoadTestRow:
     """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
 
-    failures: number of failed answers by reason.
+    arm: what drafts, if anything: `PLAIN`, `NGRAM` or `DRAFTING`. failures: number of failed answers by reason.
     """
 
     arm: str
@@ -107,7 +107,7 @@ class EngineMeasurement:
     """Result of a measurement in an engine.
 
     place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
-    with and without the drafter. own_chain: figures of `agreement.py`.
+    with and without the drafter. own_chain: the engine's acceptance against that of draftsmith's own loop.
     """
 
     place: str
@@ -219,7 +219,7 @@ def send_questions(
         arm: Name of the measured arm; without one no progress bar is drawn.
 
     Raises:
-        UserError: The engine cannot continue.
+        UserError: The server rejects the settings that all requests share, or lacks token ids or counters.
     """
     result = ArmResult(arm, settings.temperature, concurrency)
 
