@@ -139,14 +139,14 @@ class GrowingTree:
         self.depths: list[int] = []  # of all nodes
 
     def begin(self) -> None:
-        """Start a tree of node 0 alone."""
+        """Start a new tree that has only node 0, the newest committed token."""
         self.depths, self.parents = [0], []
 
     def grow(self, parents: Sequence[int]) -> list[int]:
         """Add W nodes below `parents`; return their depths.
 
         Raises:
-            ValueError: A parent does not exist, or nothing is drafted so deep.
+            ValueError: A parent does not exist, or a new node would be at depth `num_depths` or deeper.
             UserError: The tree grows too large.
         """
         known, nodes = len(self.depths), len(self.depths) + len(parents)

@@ -23,7 +23,7 @@ PINNED_NUMBERS = 1 << 16
 
 
 def aligned(columns: int) -> int:
-    """Return the next multiple of the alignment."""
+    """Round a number of columns up to a multiple of `ALIGNMENT`."""
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
@@ -32,10 +32,10 @@ def aligned(columns: int) -> int:
 
 @lru_cache(maxsize=4096)
 def seen_nodes(parents: tuple[int, ...], num_rows: int) -> Tensor:
-    """Return [N, M] bool on the host: the nodes that each of the last N of a tree sees, its ancestors and itself.
+    """Return [N, M] bool on the host: which of M tree nodes each of the last N sees: its ancestors and itself.
 
     Args:
-        parents: [M], of each node; negative: its parent is a committed token.
+        parents: [M] index of each node's parent; negative: the parent is a committed token.
     """
     # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13 nodes,
     # 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
@@ -93,7 +93,7 @@ class _PinnedNumbers(threading.local):
         self._buffer, self._used = torch.empty(0, dtype=torch.int64), 0
 
     def holding(self, numbers: Tensor) -> Tensor:
-        """Return int64 numbers in pinned memory."""
+        """Copy int64 numbers into pinned memory; return the copy."""
         count = numbers.numel()
         if self._used + count > len(self._buffer):
             with torch.inference_mode(False):  # it is written inside that mode and outside

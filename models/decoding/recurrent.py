@@ -104,7 +104,7 @@ def cache_layers(target: Any, sequences: int, make_attention: Callable[[int, int
 
 
 def state_layers(layers: Sequence[Any]) -> list[StateLayer]:
-    """Return the cache layers that hold states."""
+    """Return the cache layers that hold recurrent states."""
     return [layer for layer in layers if isinstance(layer, StateLayer)]
 
 
@@ -121,7 +121,7 @@ class ChainStates:
         self.unread: list[int] = []
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence: no token is unread, and the next forward starts from new states."""
         self.unread, self._run = [], []
         for layer in self._layers:
             layer.select(slice(0, 1), are_new=True)
@@ -136,7 +136,7 @@ class ChainStates:
         return self._run
 
     def commit(self, accepted: int) -> None:
-        """Keep the first `accepted` tokens of the chain."""
+        """Commit the first `accepted` tokens of the chain that `begin` was given."""
         tokens = self._run[: len(self.unread) + accepted]
         if len(tokens) == len(self._run):
             tokens = []

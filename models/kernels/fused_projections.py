@@ -21,7 +21,7 @@ from draftsmith.models.kernels.cpu_layers import is_of_family
 
 
 class FusedModule(nn.Module):
-    """Base of modules whose linear layers with one input, `fused` by name, are one product.
+    """Base of modules that compute their linear layers of one input, named in `fused`, by one matrix product.
 
     Args:
         module: The module that this one replaces; it gives its attributes, parameters and submodules.
@@ -43,7 +43,7 @@ class FusedModule(nn.Module):
         self._bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return what each of the layers gives for x [..., D]."""
+        """Return the outputs of the layers named in `fused` for their input x [..., D]."""
         weight, bias, linears = self._weight, self._bias, [getattr(self, name) for name in self.fused]
         if torch.is_grad_enabled() and linears[0].weight.requires_grad:  # of the layers' own parameters
             weight = torch.cat([linear.weight for linear in linears])

@@ -94,7 +94,7 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
     true number of layers.
 
     Raises:
-        UserError: As `load_target`, or one of these tensors is quantised or missing.
+        UserError: The model cannot be read or is not decoder-only, or one of these tensors is quantised or missing.
     """
     location, config = target_location(recipe), load_target_config(recipe)
     text = config.get_text_config()

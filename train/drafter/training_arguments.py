@@ -34,7 +34,7 @@ class DrafterTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments`, and which optimizer updates the drafter's matrices.
 
     Args:
-        optimizer: `adamw` for all weights, or `muon` for the matrices of linear layers; see `optimizer.py`.
+        optimizer: `adamw` for all weights, or `muon` for the matrices of linear layers (`muon_with_adamw`).
         muon_learning_rate: Peak rate of Muon; by default `learning_rate`, which is AdamW's.
     """
 
@@ -59,10 +59,10 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
     """Return the arguments of a recipe's training, with those that `validation` needs.
 
     Args:
-        processes: As in `training_arguments`.
+        processes: Number of processes of a launch that is planned; None: that of this launch.
 
     Raises:
-        UserError: As `training_arguments`, or `validation` contradicts other keys.
+        UserError: A key of `train` does not exist or has a wrong value, or `validation` contradicts other keys.
     """
     values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
     if recipe.data.features.source == "server":  # rows are requested ahead of their step

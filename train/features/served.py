@@ -77,8 +77,8 @@ def open_served(
     """Open the features that servers give for training; with `keep` also the run's feature files for them.
 
     Raises:
-        UserError: The folder holds features of other settings, the disk is too small for them, or as
-            `ServedFeatures.check_servers`.
+        UserError: The folder holds features of other settings, the disk is too small for them, or a server does
+            not answer, or serves another target or other layers.
     """
     kept, folder = None, RunFolder(recipe).features
     if recipe.data.features.server.keep:
@@ -154,7 +154,7 @@ class ServedFeatures:
         """Copy the features of these rows, one after the other, to the beginning of [S, F].
 
         Raises:
-            UserError: No server gives them, or one gives what cannot be right.
+            UserError: No server gives the features, or a server's answer is wrong or damaged.
         """
         self.ask(rows)
         done = 0
@@ -189,7 +189,7 @@ class ServedFeatures:
         """Return the hidden states [S, L, D] of a row, as distilled or from the first server that gives them.
 
         Raises:
-            UserError: None did within `timeout_s`, or one refuses the row or answers with something else.
+            UserError: No server answered within `timeout_s`, or a server refuses the row or its answer is wrong.
         """
         ids, urls = self._ids(row), self._chosen.server.urls
         if (file := row_file(self.answers, ids)).is_file():

@@ -29,7 +29,7 @@ def check_answering_servers(recipe: Recipe, tokenizer: Any) -> Path:
     """Check that the servers of `data.distill.features` serve this target; return the folder for hidden states.
 
     Raises:
-        UserError: As `check_offline_support`, `load_ends` and `ServedFeatures.check_servers`.
+        UserError: The kind needs the target in training, no LM head can be read, or a server fails `check_servers`.
     """
     check_offline_support(recipe)
     asked = recipe.model_copy(deep=True)
@@ -45,7 +45,7 @@ def server_command(recipe: Recipe) -> list[str]:
     """Return the words of the command; it listens where the recipe's first URL is, or on port 8000.
 
     Raises:
-        UserError: As `server_arguments`.
+        UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.
     """
     urls = recipe.data.features.server.urls
     port = (urlsplit(urls[0]).port if urls else None) or 8000

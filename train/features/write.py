@@ -74,7 +74,7 @@ def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
     """Build the target and, attached to it, the drafter as at the start of training, on the meta device.
 
     Raises:
-        UserError: The target's config cannot be read, or as `Drafter.from_target`.
+        UserError: The target's config cannot be read, or an option or the architecture is not supported.
     """
     with torch.device("meta"):
         target = target_without_weights(recipe.target)
@@ -141,7 +141,7 @@ def fill_from_servers(
     """Write the rows of these shards that are not there yet, as servers give them.
 
     Raises:
-        UserError: As `ServedFeatures.check_servers` and `ServedFeatures.read`.
+        UserError: A server does not answer, refuses a row, or serves another target or other layers.
     """
     served = ServedFeatures(recipe, tokens, load_ends(recipe.target), index.layers, cache)
     served.check_servers()

@@ -42,7 +42,7 @@ class StepCost:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the sum of all parts."""
+        """Return the bytes that are occupied between steps, summed over all parts."""
         return sum(self.bytes.values())
 
 
@@ -50,7 +50,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
     """Estimate an optimizer step of one process on rows of `length` tokens, of which the last `labelled` carry loss.
 
     Raises:
-        UserError: As `models_without_weights`, or the recipe's training cannot be done.
+        UserError: The target's config cannot be read, an option is wrong, or the kind needs the whole target.
     """
     online = recipe.data.features.source == "online"
     if not online:

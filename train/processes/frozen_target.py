@@ -52,7 +52,7 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         device: Device of this process.
 
     Raises:
-        UserError: As `load_target`, or the target would be quantised by bitsandbytes in every process.
+        UserError: The target cannot be loaded, or bitsandbytes would quantise it in every process.
     """
     if recipe.data.features.source == "online":
         if recipe.target.quantization is not None:
