@@ -193,8 +193,8 @@ def distill(
         again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
         reasons = counted_reasons(view.failed or report.failed)
         raise UserError(
-            f"none of the {len(conversations)} conversations gave an answer to train on: {reasons}; change the recipe "
-            f"(data.distill.max_new_tokens, or cut_answers=keep, if answers are cut) and {again}"
+            f"none of the {len(conversations)} conversations gave an answer to train on: {reasons}; change the recipe"
+            f"{' (raise max_new_tokens, or data.distill.cut_answers=keep)' if CUT_SHORT in reasons else ''} and {again}"
         )
     return report
 
