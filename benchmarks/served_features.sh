@@ -18,7 +18,7 @@ draftsmith() { "$PYTHON" -m draftsmith.cli.main "$1" smollm2-135m "${common[@]}"
 mkdir -p "$FOLDER"
 begin served_target
 command=$(draftsmith serve --features name=served_target "${served[@]}" 2> /dev/null | grep -m 1 '^python')
-"$VLLM_PYTHON" ${command#python } &
+eval "$VLLM_PYTHON ${command#python } &" # its words are quoted for a shell
 trap 'kill %1' EXIT
 until curl -sf "http://127.0.0.1:$PORT/health"; do sleep 2 && kill -0 %1; done
 for turn in $(seq "$TURNS"); do
