@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.data.sources.files import FILE_SUFFIXES
+from draftsmith.data.sources.files import is_hub_name
 from draftsmith.errors import UserError
 from draftsmith.files import expand_home, write_atomically
 from draftsmith.models.base.registry import load_drafter_class
@@ -53,8 +53,7 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     if file.exists():
         raise UserError(f"{file} exists: name another file with --file, or delete it")
     for option, given in (("--target", target), ("--data", data)):
-        place = expand_home(given)
-        if not place.exists() and (given[0] in "/.~" or place.suffix in FILE_SUFFIXES):
+        if not expand_home(given).exists() and not is_hub_name(given):
             raise UserError(f"{option} {given} does not exist: correct the path, or give a Hub id")
     has_vllm = importlib.util.find_spec("vllm") is not None
     distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
