@@ -273,9 +273,9 @@ def serve(
     console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
     try:
         run_server(worker, host, port, api_key, trusted_host or [])
-    except KeyboardInterrupt as stop:
-        if isinstance(stop, Terminated):
-            raise
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
         console.print("stopped")
 
 
