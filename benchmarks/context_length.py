@@ -94,7 +94,7 @@ def measured(options: Any) -> dict[str, Any]:
     run_distill(answers_run)
     data = RunFolder(answers_run).data
     target, _ = load_target(answers_run.target)
-    _, heldout = split_rows(load_tokens(RunFolder(answers_run), answers_run.name), HELD_OUT_FRAC)
+    _, heldout = split_rows(load_tokens(RunFolder(answers_run)), HELD_OUT_FRAC)
     assert heldout is not None
     texts = {
         length: with_answers(target, make_contexts(heldout, length, options.answers), options.new_tokens)

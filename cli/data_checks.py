@@ -326,7 +326,7 @@ def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversa
 
 def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
-    dataset = load_tokens(RunFolder(recipe), recipe.name)
+    dataset = load_tokens(RunFolder(recipe))
     if (folder / SHARDS).exists():
         # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
         view = LedgerView(folder)

@@ -48,7 +48,7 @@ drafter = GatedDrafter.from_target(target, {"num_heads": 3})
 # The quickstart's rates, but AdamW for all weights: blocks that start at zero take their first steps faster by it.
 values = {"max_steps": parser.parse_args().steps, "optimizer": "adamw", "muon_learning_rate": None}
 arguments = training_arguments(recipe.train | values, folder / "checkpoints", recipe.seed)
-DrafterTrainer(drafter, target, arguments, load_tokens(run, recipe.name)).train()
+DrafterTrainer(drafter, target, arguments, load_tokens(run)).train()
 drafter.save_pretrained(folder)
 
 loaded = GatedDrafter.from_pretrained(folder).attach(target).freeze()

@@ -380,7 +380,7 @@ class Learner:
         newest = _pop_rows(rows, self.cycle_tokens // 2)
         run = RunFolder(self.learned.recipe)
         if (run.data / "tokens").is_dir():
-            tokens = load_tokens(run, self.learned.recipe.name)
+            tokens = load_tokens(run)
             numbers = generator.sample(range(len(tokens)), min(len(tokens), max(len(newest), 1)))
             rows += [(tokens[number]["input_ids"], tokens[number]["loss_mask"]) for number in numbers]
         generator.shuffle(rows)

@@ -88,7 +88,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         weights: Hash of the weights of the model that answered.
     """
     run = RunFolder(recipe)
-    folder, tokens, view = run.data, load_tokens(run, recipe.name), LedgerView(run.data)
+    folder, tokens, view = run.data, load_tokens(run), LedgerView(run.data)
     distilled: Counter[str] = Counter()
     shortened: defaultdict[str, Counter[str]] = defaultdict(Counter)
 

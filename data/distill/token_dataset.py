@@ -340,7 +340,7 @@ def save_rows(rows_file: Path, folder: Path) -> None:
             datasets.enable_progress_bars()
 
 
-def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
+def load_tokens(run: RunFolder) -> datasets.Dataset:
     """Load the dataset that `draftsmith distill` wrote.
 
     Raises:

@@ -68,7 +68,7 @@ def lines_of(recipe: Recipe) -> dict[str, Any]:
 def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
     """Of answers of which some have no end; from the pushed folder, and from the run's own data."""
     own = recipe_of(folder, "own", str(folder / "prompts.jsonl"), "transformers")
-    expected, lines = tokens_hash(load_tokens(RunFolder(own), "own")), lines_of(own)
+    expected, lines = tokens_hash(load_tokens(RunFolder(own))), lines_of(own)
     reasons = [line["reason"] for line in lines.values()]
     assert 0 < reasons.count(None) < len(reasons) > 15
     for source in ("hub_data", "data"):
@@ -76,7 +76,7 @@ def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
         report = run_distill(again)["conversations"]
         assert (lines_of(again), report["kept"]) == (lines, len(lines))
         assert list(report["sources"]) == [source]
-        assert tokens_hash(load_tokens(RunFolder(again), source)) == expected
+        assert tokens_hash(load_tokens(RunFolder(again))) == expected
         if source == "hub_data":
             run_train(again)
             assert have_equal_weights(own, again)

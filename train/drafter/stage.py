@@ -90,7 +90,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     check_launch(recipe, args, launch)
     if not online:
         check_offline_support(recipe)
-    tokens = load_tokens(run, recipe.name)
+    tokens = load_tokens(run)
     to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac)
     if args.eval_strategy != "no" and to_eval is None:
         raise UserError(

@@ -67,7 +67,7 @@ def server_arguments(recipe: Recipe) -> dict[str, Any]:
     layers = served_layers(required_layers(drafter), target_value(target.config, "num_hidden_layers"))
     longest_tokens = recipe.data.max_length_tokens
     if (RunFolder(recipe).data / "tokens").is_dir():
-        longest_tokens = max(row_lengths(load_tokens(RunFolder(recipe), recipe.name)))
+        longest_tokens = max(row_lengths(load_tokens(RunFolder(recipe))))
     elif recipe.data.distill.features:  # it answers too
         longest_tokens += recipe.data.distill.max_new_tokens
     drafting = {

@@ -92,7 +92,7 @@ def project_features(recipe: Recipe) -> Projection:
     """
     check_offline_support(recipe)
     run = RunFolder(recipe)
-    tokens = load_tokens(run, recipe.name)
+    tokens = load_tokens(run)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
     settings = feature_settings(recipe, tokens_hash(tokens))
     target, drafter = models_without_weights(recipe)

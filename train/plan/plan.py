@@ -99,7 +99,7 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
     """
     args, tokens, run = recipe_arguments(recipe, options.processes), None, RunFolder(recipe)
     if (run.data / "tokens").is_dir():
-        tokens, _ = split_rows(load_tokens(run, recipe.name), recipe.data.eval_rows_frac)
+        tokens, _ = split_rows(load_tokens(run), recipe.data.eval_rows_frac)
     length, labelled, how = training_rows(recipe, tokens)
     answers, conversations = count_answers(recipe), recipe.data.conversations.limit
     if answers is not None:

@@ -79,7 +79,7 @@ def test_train_stage_builds_the_draft_vocabulary_from_its_data(
     recipe = make_recipe(target_folder, "reduced", max_steps=1)
     recipe.drafter.kind, recipe.drafter.options = "eagle3", {"draft_vocab_size": 12, "ttt_steps": 2}
     report = train_drafter(recipe)
-    rows = load_tokens(RunFolder(recipe), recipe.name)
+    rows = load_tokens(RunFolder(recipe))
     counts = Counter(x for row in rows for x, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask)
     expected = sorted(sorted(counts, key=lambda token: (-counts[token], token))[:12])
     saved = load_file(report.folder / "model.safetensors")
