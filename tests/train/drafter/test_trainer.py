@@ -187,6 +187,7 @@ def test_global_batch_is_independent_of_the_launch(
     monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: processes)
     args = training_arguments(values, tmp_path, seed=0, use_cpu=True)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * processes == 32
     assert args.save_strategy == "no"  # which YAML reads as false
     monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: 16)
     with pytest.raises(UserError, match="30 rows cannot be shared evenly by 16 processes"):
