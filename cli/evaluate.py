@@ -34,6 +34,7 @@ from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figu
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import no_drafter
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
@@ -60,7 +61,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
-            raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with the same arguments first")
+            raise no_drafter(trained)
     choices = recipe.eval
     questions = load_questions(choices.question_sets, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)

@@ -30,7 +30,7 @@ from draftsmith.errors import UserError, masked
 from draftsmith.files import bytes_text, read_json, write_atomically
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
-from draftsmith.models.base.registry import check_as_trained, load_drafter_class, read_training
+from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
@@ -110,7 +110,7 @@ def _check_trained(recipe: Recipe) -> None:
     """Raise UserError unless the run has a drafter that was trained with this recipe."""
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
+        raise no_drafter(folder)
     trained = {"drafter.kind": check_as_trained(folder), **read_training(folder).settings}
     for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
         if trained.get(key, value) != value:

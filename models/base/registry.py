@@ -157,6 +157,11 @@ def drafter_config(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def no_drafter(folder: Path) -> UserError:
+    """Return the error for a folder that holds no trained drafter."""
+    return UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
+
+
 def check_as_trained(folder: Path) -> str:
     """Compare the weights with `training.json`, if it exists; return the kind.
 
@@ -164,7 +169,7 @@ def check_as_trained(folder: Path) -> str:
         UserError: The weights differ from those that were trained, or the folder holds no trained drafter.
     """
     if not is_drafter(folder):
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
+        raise no_drafter(folder)
     kind, file = drafter_config(folder)["model_type"].removeprefix(MODEL_TYPE_PREFIX), folder / TRAINING_FILE
     if not file.is_file():
         return kind

@@ -20,7 +20,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.files import check_writable, expand_home, written_whole
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import read_drafter
+from draftsmith.models.base.registry import no_drafter, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp, vllm_layout
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import Exporter, drafted_tokens
@@ -215,7 +215,7 @@ def trained_drafter(recipe: Recipe) -> Drafter:
     """
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
-        raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with the same arguments first")
+        raise no_drafter(folder)
     return read_drafter(folder, "auto")
 
 
