@@ -288,7 +288,7 @@ def _serve_features(recipe: Path | None, overrides: list[str] | None, start: boo
         raise UserError("serve --features needs a recipe, whose target it serves to the recipe's training")
     words = server_command(load_recipe(recipe, overrides))
     if not start:
-        console.print("# Where vLLM is installed, with `pip install draftsmith` too:", style="dim")
+        console.print("# Where vLLM is installed, with draftsmith too (`pip install -e .` in a checkout):", style="dim")
         print(shlex.join(words))
         return
     require_vllm("serve --features --start")

@@ -1,4 +1,4 @@
-"""Answers from a vLLM server that is started for the run: `pip install draftsmith[vllm]`.
+"""Answers from a vLLM server that is started for the run: `pip install -e '.[vllm]'`.
 
     data:
       distill:

@@ -151,7 +151,7 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 def version_sentence(config: DrafterConfig, to: str) -> str:
     """Return the engine version that a folder is for, and what this drafter needs there."""
     exporter = exporter_of(config, to)
-    plugin = ", with `pip install draftsmith` in its environment" if exporter.by_plugin else ""
+    plugin = ", with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
     needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
     return f"for {FORMATS[to]}{needs}"
 

@@ -1,6 +1,6 @@
 """vLLM's plugin for draftsmith's parallel drafters: it registers their architecture, and imports nothing by itself.
 
-`pip install draftsmith` in vLLM's environment is enough: vLLM calls `register` by the entry point
+draftsmith in vLLM's environment is enough: vLLM calls `register` by the entry point
 `vllm.general_plugins` in each of its processes, perhaps more than once.
 """
 
