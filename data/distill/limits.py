@@ -25,6 +25,7 @@ from draftsmith.recipes.schema import Recipe
 SAMPLE_PROMPTS = 64
 EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
 ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+DISTIL_AGAIN = "delete that folder and run `draftsmith distill` again"
 OUTSIDE = "tokens beyond the target's embedding"
 
 
@@ -135,10 +136,12 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
     bounds = [each.as_py() for each in ids]
     lowest, highest = min(each["min"] for each in bounds), max(each["max"] for each in bounds)
     size, longest = limits.vocabulary_size, max(row_lengths(tokens))
-    if lowest < 0 or (size is not None and highest >= size):
+    if lowest < 0:
+        raise UserError(f"{folder} has the token id {lowest}, and no token has one below 0: {DISTIL_AGAIN}")
+    if size is not None and highest >= size:
         raise UserError(
-            f"{folder} has the token id {lowest if lowest < 0 else highest}, and the target's embedding has {size:,} "
-            f"rows: {ITS_TOKENIZER}; then delete that folder and run `draftsmith distill` again"
+            f"{folder} has the token id {highest}, and the target's embedding has {size:,} rows: {ITS_TOKENIZER}; then "
+            + DISTIL_AGAIN
         )
     if limits.positions is not None and longest > limits.positions:
         raise UserError(

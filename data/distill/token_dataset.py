@@ -74,7 +74,7 @@ class Work:
 class TokenReport:
     """Size of the dataset, and counts of the conversations it was built from.
 
-    too_long: conversations without a row, as their first prompt does not fit. refused: those that the template rejects.
+    too_long: conversations without a row, as no answer fits into one. refused: those that the template rejects.
     answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
@@ -109,7 +109,7 @@ class TokenReport:
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them as later prompts rewrite the earlier turns)" if self.extra_rows else ""
         counts = {
-            "without an example, as the first prompt fills data.max_length_tokens": self.too_long,
+            "without an example, as no answer fits into data.max_length_tokens": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
             "answers cut at data.max_length_tokens": self.answers_cut,
@@ -265,7 +265,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
             continue
         rows, lost = result
         counts += lost
-        counts["too_long"] += not rows
+        counts["too_long"] += not rows and lost["answers_out"] > 0
         counts["extra_rows"] += max(0, len(rows) - 1)
         masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
         counts += taken

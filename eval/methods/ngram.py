@@ -39,7 +39,7 @@ class NgramModel:
 
     def __init__(self, rows: Iterable[tuple[np.ndarray, np.ndarray]], order: int, vocab_size: int) -> None:
         if vocab_size**order >= 2**63:
-            raise ValueError(f"{order}-grams over {vocab_size} tokens are too many to number")
+            raise ValueError(f"{order}-grams over {vocab_size} tokens are too many to number; lower options.order")
         self.order, self.vocab_size = order, vocab_size
         keys: list[list[np.ndarray]] = [[] for _ in range(order)]
         for ids, mask in rows:
@@ -51,7 +51,7 @@ class NgramModel:
                 keys[size].append(key[mask[size:].astype(bool)])
         self._tables = [self._table(np.concatenate(numbers) if numbers else np.zeros(0, np.int64)) for numbers in keys]
         if not len(self._tables[0]):
-            raise ValueError("no token to count")
+            raise ValueError("no token of an answer to count; run `draftsmith distill RECIPE` with more conversations")
 
     def _table(self, keys: np.ndarray) -> dict[int, tuple[Tensor, Tensor]]:
         """Map a context's number to its followers' ids and log counts."""
@@ -140,7 +140,7 @@ def _fitted(tokens_folder: Path, order: int, vocab_size: int) -> NgramModel:
     try:
         return NgramModel(((row["input_ids"], row["loss_mask"]) for row in dataset), order, vocab_size)
     except ValueError as error:
-        raise UserError(f"an n-gram drafter on {tokens_folder}: {error}; lower options.order") from None
+        raise UserError(f"an n-gram drafter on {tokens_folder}: {error}") from None
 
 
 METHOD = Ngram

@@ -70,9 +70,13 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config of the drafter's decoder layers, see `of_kind`, with the option `rope` if it is set."""
-        layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
-        return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
+        """Return the config of the drafter's decoder layers, see `of_kind`, with the options that replace values."""
+        layers_of = of_kind(self.layers, self.target_config)
+        if (rope := getattr(self, "rope", None)) is not None:
+            layers_of["rope_parameters"] = dict(rope)
+        if (width := getattr(self, "intermediate_size", None)) is not None:
+            layers_of["intermediate_size"] = width
+        return layers_of
 
     @property
     def options(self) -> DrafterOptions:

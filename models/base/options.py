@@ -41,11 +41,16 @@ def one_message(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
-    vocabulary = (info.context or {}).get("vocab_size")
-    if size is not None and vocabulary is not None and size > vocabulary:
-        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
-    return size
+def at_most(key: str, sentence: str) -> AfterValidator:
+    """Build a check that a size, where it is given, is at most the target's config value `key`."""
+
+    def check(size: int | None, info: ValidationInfo) -> int | None:
+        most = (info.context or {}).get(key)
+        if size is not None and most is not None and size > most:
+            raise ValueError(sentence.format(most))
+        return size
+
+    return AfterValidator(check)
 
 
 Attention = Annotated[Backend, Field(description="attention backend of training, see `models/groups/attention.py`")]
@@ -85,13 +90,21 @@ Loss = Annotated[
 ]
 DraftVocabSize = Annotated[
     PositiveInt | None,
-    AfterValidator(_within_the_vocabulary),
+    at_most("vocab_size", "must be at most the target's vocabulary of {} (leave it out to draft all tokens)"),
     Field(
         description="size of a reduced draft vocabulary: the most frequent tokens of the training answers "
         "(`models/base/draft_vocab.py`); by default the target's whole vocabulary"
     ),
 ]
 NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="number of decoder layers")]
+IntermediateSize = Annotated[
+    PositiveInt | None,
+    at_most("intermediate_size", "must be at most {}, the width of the target's MLPs"),
+    Field(
+        description="width of the layers' MLPs, by default that of the target's; with `init: target` a narrower one "
+        "keeps the neurons of the largest output weights (not in the paper)"
+    ),
+]
 MaskResidual = Annotated[
     bool, Field(description="add the newest token's input to each [MASK]'s input (not in the paper)")
 ]

@@ -28,7 +28,17 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
-from draftsmith.models.base.options import FirstToken, Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
+from draftsmith.models.base.options import (
+    FirstToken,
+    Init,
+    IntermediateSize,
+    Layers,
+    Loss,
+    MaskResidual,
+    NumLayers,
+    ascending_layers,
+)
+from draftsmith.models.groups.layers import narrow_mlp
 from draftsmith.models.kernels.cpu_layers import CpuLayers
 from draftsmith.models.target.features import FINAL_FEATURES
 
@@ -41,6 +51,7 @@ class ParallelConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         num_layers: NumLayers = 1
+        intermediate_size: IntermediateSize = None
         inputs: Literal["embedding", "hidden", "both"] = Field(
             "both",
             description="input of the newest token's row: its embedding (the paper's, by its number of "
@@ -92,7 +103,7 @@ class ParallelDrafter(GroupWiseDrafter):
         if self.takes_target_layers:
             source = target.base_model
             for layer, source_layer in zip(self.layers, source.layers[-len(self.layers) :], strict=True):
-                layer.load_state_dict(source_layer.state_dict())
+                layer.load_state_dict(narrow_mlp(source_layer.state_dict(), self.layers_config.intermediate_size))
             self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:

@@ -97,6 +97,21 @@ def build_target_layers(config: PreTrainedConfig) -> tuple[nn.ModuleList, nn.Mod
     return skeleton.layers, skeleton.norm
 
 
+def narrow_mlp(layer: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Return a decoder layer's weights by name, with the `width` neurons of the MLP whose output weights are largest."""
+    output = layer["mlp.down_proj.weight"]
+    neurons = output.shape[1]
+    if width == neurons:
+        return dict(layer)
+    kept = output.float().norm(dim=0).topk(width).indices.sort().values
+    narrow = {"mlp.down_proj.weight": output[:, kept]}
+    for name, weight in layer.items():
+        if name.startswith("mlp.") and not name.startswith("mlp.down_proj."):
+            # Phi-3 has the gate's and the inner weights in one matrix.
+            narrow[name] = weight.unflatten(0, (-1, neurons))[:, kept].flatten(0, 1)
+    return {**layer, **narrow}
+
+
 def build_rotary(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
     """Build the RoPE function of layers of this kind, for `target` the target's own.
 

@@ -89,6 +89,8 @@ class TestNgram:
     def test_too_many_ngrams_are_refused(self) -> None:
         with pytest.raises(ValueError, match="4-grams over 100000"):
             NgramModel(self.ROWS, 4, 100_000)
+        with pytest.raises(ValueError, match="no token of an answer to count; run `draftsmith distill"):
+            NgramModel([(ids, 0 * mask) for ids, mask in self.ROWS], 2, 10)
 
     def test_missing_tokens_are_reported(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="holds no tokens to count n-grams in: run `draftsmith distill"):

@@ -14,6 +14,7 @@ ONE_EACH = r"`depth_weights` must be one positive number or \d+ of them \(one fo
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {"num_mask": 4}, "unknown key `drafter.options.num_mask`: did you mean `num_masks`"),
     ("parallel", {"inputs": "hiden"}, "inputs`: input should be 'embedding', 'hidden' or 'both', not 'hiden'"),
+    ("parallel", {"intermediate_size": 4096}, "`: must be at most .*, the width of the target's MLPs, not 4096"),
     ("parallel", {"feature_layers": [1, 0]}, r"list of ascending layer numbers from 0 to 3 \(and -1 .*not \[1, 0\]"),
     ("parallel", {"depth_weights": "high"}, "must be one positive number, or a list of one for each depth, not 'high'"),
     (
