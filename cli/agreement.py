@@ -1,9 +1,9 @@
-"""Whether an engine accepts what our own decoder accepts: the same chain, on the same greedy answers.
+"""Check that an engine accepts as many draft tokens as our own decoder, for the same chain and greedy answers.
 
-Our drafter is replayed on the engine's answers (`eval/bench/replay.py`), so that both commit the same tokens. What
-differs by design is left out: tokens that an engine accepts past an answer's end, llama.cpp's last rounds without a
-draft, and the row of a conversation's first token. The target's own token of a round counts on both sides. A larger
-difference than rounding makes means that the engine computes other drafts.
+Our drafter is replayed on the engine's answers (`eval/bench/replay.py`), so that both commit the same tokens. Known
+differences are left out: tokens that an engine accepts past an answer's end, llama.cpp's last rounds without a draft,
+and the drafter's row for a conversation's first token. The target's own token of a round counts on both sides. A larger
+difference than rounding can cause means that the engine computes other drafts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tau and acceptance at depth 1 of a chain of `depth` draft tokens, in the engine and in our own loop.
+    """Tau and acceptance rate at depth 1 of a chain of `depth` draft tokens, in the engine and in our own loop.
 
-    ruled_out: causes of a difference that cannot be the cause, whatever the figures are.
+    ruled_out: those of `CAUSES` that cannot explain a difference, because the drafter has no such part.
     """
 
     depth: int
@@ -55,14 +55,14 @@ class Agreement:
             f"{self.own_tau:.3f} in draftsmith's loop, on the same {self.answers} answers ({apart:.1%} apart)"
         )
         if apart <= MOST_APART:
-            return f"Accepts here what it accepts there: {figures}."
+            return f"Acceptance equals that of draftsmith's own loop: {figures}."
         ruled_out = set(self.ruled_out)
         if self.engine_first is not None and abs(self.engine_first - self.own_first) <= MOST_APART * self.own_first:
             ruled_out |= {cause for cause, is_of_first in CAUSES.items() if is_of_first}
         likely = [cause for cause in CAUSES if cause not in ruled_out]
         excluded = [cause for cause in CAUSES if cause in ruled_out]
         return (
-            f"DOES NOT ACCEPT HERE WHAT IT ACCEPTS THERE: {figures}; likely causes: {', '.join(likely)}"
+            f"ACCEPTANCE DIFFERS FROM THAT OF DRAFTSMITH'S OWN LOOP: {figures}; likely causes: {', '.join(likely)}"
             f"{'; ruled out: ' * bool(excluded)}{', '.join(excluded)}."
         )
 
@@ -75,12 +75,12 @@ def compare_with_own_chain(
     counts_last_rounds: bool,
     lacks_first_row: bool = False,
 ) -> Agreement | None:
-    """Replay our chain on an engine's greedy answers at one concurrency; None if it drafted nothing.
+    """Replay our chain on an engine's greedy answers and compare acceptance; None if the engine drafted nothing.
 
     Args:
         drafter: The drafter that was exported, attached to the target.
         counts_last_rounds: The engine drafts for an answer's last token too, and counts that round.
-        lacks_first_row: The engine drafts without the row of a conversation's first token, so that our chain does too.
+        lacks_first_row: The engine's drafter does not read a conversation's first token; our chain then omits it too.
     """
     counts, answers = result.counts, [answer for answer in result.answers if len(answer.ids) > 1]
     if not counts.drafts or not answers:

@@ -31,7 +31,7 @@ RecipeOrShipped = Annotated[
         help="Recipe of a trained drafter; default: SmolLM2 with the drafter that ships with draftsmith.",
     ),
 ]
-OtherDrafter = Annotated[str | None, typer.Option(help="Drafter to use instead: a folder or a Hub id.")]
+OtherDrafter = Annotated[str | None, typer.Option(help="Drafter to use instead of the recipe's: folder or Hub id.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's, as train.max_steps=100."),
@@ -77,20 +77,20 @@ def print_next_steps(*measured: Recipe, source: Path | None = None, overrides: l
     """Print where the results of `eval` are, and the command that usually follows.
 
     Args:
-        source: The recipe's file or name, for that command.
+        source: The recipe's file or name, for that command; None: print no command.
     """
     from draftsmith.eval.bench.measured_methods import drafter_folders
 
     for recipe in measured:
         root = RunFolder(recipe).root
         console.print(
-            f"\nReport    {root / 'report.html'}  (by category, depth and round; and report.md)", markup=False
+            f"\nReport    {root / 'report.html'}  (figures by category, depth and round), and report.md", markup=False
         )
         for folder in drafter_folders(recipe):
             console.print(f"Drafter   {folder}", markup=False)
     if any(recipe.target.model == "embedded" for recipe in measured):
         console.print(
-            f"\nNext: {_program()} demo (a chat model that gains); docs/guides/train.md is the road for your own"
+            f"\nNext: {_program()} demo (a chat model that gets faster); for your own model read docs/guides/train.md"
         )
     elif source is not None:
         from draftsmith.models.formats.exporting import EXPORTERS
@@ -99,7 +99,7 @@ def print_next_steps(*measured: Recipe, source: Path | None = None, overrides: l
 
 
 def _program() -> str:
-    """Return the name by which the shell finds this program, which `make` runs out of its environment's folder."""
+    """Return the word that starts this program in the shell: `draftsmith` if it is on PATH, else its file."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "draftsmith" and shutil.which("draftsmith") is None else "draftsmith"
 
@@ -143,7 +143,7 @@ def bench(
     ] = None,
     questions_per_request: Annotated[
         int | None,
-        typer.Option(min=1, help="Ask N questions a concurrent one, at least 8, in place of all at each concurrency."),
+        typer.Option(min=1, help="Questions per concurrent request, at least 8 in total; default: all questions."),
     ] = None,
     ngram: Annotated[
         bool, typer.Option(help="Also measure the engine's own n-gram lookups, which need no drafter.")
@@ -160,10 +160,10 @@ def bench(
         str | None, typer.Option(help="URL of a running server of the target without the drafter.")
     ] = None,
     server_model: Annotated[
-        str | None, typer.Option(help="Name of the target on these servers, if they serve several models.")
+        str | None, typer.Option(help="Name of the target on the given servers, if they serve several models.")
     ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
+        str | None, typer.Option(help="Name of the environment variable that holds the given servers' API key.")
     ] = None,
     llama_server: Annotated[
         Path | None,
@@ -182,7 +182,7 @@ def bench(
         typer.Option(min=1, help="With llamacpp: maximum number of draft tokens per round; default: as trained."),
     ] = None,
 ) -> None:
-    """Measure tokens/s, first tokens and acceptance in an engine, and check that it accepts what draftsmith accepts."""
+    """Measure speed and acceptance in an engine, and check that acceptance equals that of draftsmith's own loop."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.cli.engine_bench import ServingOptions
     from draftsmith.cli.engine_bench import bench as measure_in_engine
@@ -197,7 +197,7 @@ def bench(
 
 @app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Write the tables and report again from the records of `eval`."""
+    """Write the tables and the report again from the records that `draftsmith eval` wrote."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.cli.evaluate import report_again
 
@@ -206,15 +206,15 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     print_next_steps(loaded, source=recipe, overrides=overrides)
 
 
-@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree here")
+@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree")
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
     questions: Annotated[int, typer.Option(min=1, help="Number of questions to tune on.")] = 14,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
-    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each of the best trees.")] = 5,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="How often each of the best trees is measured.")] = 5,
 ) -> None:
-    """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
+    """Find the fastest draft tree for this drafter on this machine; methods with `tree: tuned` then use it."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.cli.tune import tune as find_tree
 
@@ -228,11 +228,11 @@ def tune(
 def prove(
     recipe: RecipePath,
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of questions to use; only the first turn of each.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of questions, of which the first turn is used.")] = 16,
     samples: Annotated[int, typer.Option(min=1, help="Number of sampled answers per question.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 48,
 ) -> None:
-    """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
+    """Prove that drafting changes no output: greedy identity, distribution, enumeration; exits with 1 on failure."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.cli.prove import prove as collect_evidence
     from draftsmith.cli.prove import show_proof
@@ -251,20 +251,20 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RECIPE ... [section.key=value ...]",
-            help="Recipes, and values that replace theirs; values of one recipe alone are given together with it, as "
+            help="Recipes, and values that replace theirs in all; to change one alone, quote it with its values: "
             '"quickstart drafter.kind=eagle".',
         ),
     ],
     name: Annotated[
-        str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
+        str, typer.Option(help="Name of the folder in runs_dir for the table of all recipes.")
     ] = "comparison",
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
 ) -> None:
     """Train several drafters on the same data and measure them side by side."""
     if (Path(recipes[0]) / "eval" / "records.jsonl").is_file():
         raise UserError(
-            f"compare got the run folder {recipes[0]}: give {recipes[0]}/recipe.yaml, so that all are measured in one "
-            "process; what is trained is not trained again"
+            f"compare takes recipes, not the run folder {recipes[0]}: give {recipes[0]}/recipe.yaml; trained drafters "
+            "are not trained again, and all drafters are measured in one process"
         )
     try:
         check_name(name)

@@ -65,7 +65,7 @@ class Notes:
 class Measurement:
     """A finished measurement of the runs that a recipe asks for, with figures computed from its records.
 
-    recipe: has the settings that the records were made with, so without a tree that was tuned since then.
+    recipe: the recipe with the settings that the records were made with; a tree that was tuned later is not in it.
     """
 
     recipe: Recipe
@@ -76,10 +76,10 @@ class Measurement:
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return all settings that a measurement depends on.
+    """Return all settings that a measurement depends on, for `settings.json`.
 
-    Options of methods are written out, so that a changed default is noticed. Folders that they name are hashed, so that
-    changed weights are noticed.
+    Options of methods are written out, so that a changed default is noticed. Weights in folders that options name are
+    hashed, so that changed weights are noticed.
 
     Raises:
         UserError: A method's kind or options are wrong.
@@ -149,7 +149,7 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
 
 
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
-    """Read the recorded differences between methods' greedy answers and the target's."""
+    """Read from `divergences.json` where methods' greedy answers differ from the target's; empty without the file."""
     file = RunFolder(recipe).eval / DIVERGENCES
     return read_json(file, list[RecordedDivergence], EVAL_AGAIN, "answers") if file.is_file() else []
 
@@ -271,7 +271,7 @@ def write_tuned(drafter_folder: Path, method: MethodConfig) -> None:
 
 
 def tree_settings(method: MethodConfig) -> dict[str, Any]:
-    """Return the keys of a method that define its tree; leaves out its name."""
+    """Return the settings of a method that define its draft tree, by key."""
     return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
 
 
@@ -285,7 +285,7 @@ def update_card(recipe: Recipe, publication: Publication | None = None) -> None:
 
 
 def card_figures(recipe: Recipe) -> dict[str, Any] | None:
-    """Collect the figures for `write_drafter_card`; None without a measurement of these weights."""
+    """Collect the figures for `write_drafter_card`; None if the drafter's present weights were not measured."""
     folder = RunFolder(recipe)
     if not (folder.eval / NOTES).is_file():
         return None

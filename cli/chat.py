@@ -31,10 +31,10 @@ HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /
 
 @dataclass
 class ChatAnswer:
-    """One answer with its figures.
+    """One answer of `draftsmith chat` with its figures.
 
-    drafted: the drafter was on. whole: not stopped by Ctrl-C. cut_at: limit of new tokens at which the answer ended,
-    if it did. tau: None if the answer took no round.
+    drafted: the drafter was on. whole: not stopped by Ctrl-C. cut_at: limit of new tokens if the answer ended at it,
+    else None. tau: None if the answer took no round.
     """
 
     question: str
@@ -113,11 +113,11 @@ class Chat:
 
 
 def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
-    """Read messages and answer them until the input ends. Returns the answers.
+    """Read messages from the terminal and answer them until /quit or the input's end. Returns the answers.
 
     Args:
-        recipe: Recipe whose first method drafts, at its first temperature.
-        new_tokens: Most tokens of an answer.
+        recipe: Recipe whose first method drafts; its first temperature is used.
+        new_tokens: Maximum number of tokens of an answer.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.

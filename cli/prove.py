@@ -48,7 +48,7 @@ DEFAULT_TEMPERATURE = 1.0  # if the recipe has no temperature above 0
 
 @with_run_lock("prove")
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
-    """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
+    """Test that the recipe's methods are lossless, and write the evidence to `runs/<name>/eval/proof.json`.
 
     Raises:
         UserError: There is no trained drafter, no lossless method, or no question that fits the target's context.
@@ -108,10 +108,10 @@ def compare_answers(
     reference: dict[int | str, list[int]],
     answers: dict[int | str, list[int]],
 ) -> GreedyProof:
-    """Find the first difference between two answers to each prompt, and the gap between the target's logits there.
+    """Find where a method's greedy answers first differ from the target's, and the gap between the logits there.
 
     Args:
-        session: Session that holds the longest prompt with its answer in `reference`.
+        session: Session of the target that has room for the longest prompt with its answer in `reference`.
         prompts: (question id, token ids).
         reference: By question id, the target's answers without a draft.
         answers: By question id, the method's answers.
@@ -177,13 +177,13 @@ def chi_square_uniform(u: Tensor) -> tuple[float, float]:
 
 
 def show_proof(proof: Proof) -> None:
-    """Print the evidence and the verdict."""
+    """Print the differences of greedy answers, a table of all tests, and the verdict."""
     for greedy in proof.greedy:
         for each in greedy.divergences:
             console.print(
-                f"{greedy.method}, question {each.question_id}, token {each.position}: {each.found} instead of "
-                f"{each.expected}; its logit is {each.gap:.2e} below the largest, noise {each.noise:.2e}: "
-                + ("a tie" if each.is_tie else "[bold red]no tie[/bold red], another token than the target's own")
+                f"{greedy.method}, question {each.question_id}, token {each.position}: id {each.found} instead of "
+                f"{each.expected}; its logit is {each.gap:.2e} below the largest, numerical error {each.noise:.2e}: "
+                + ("a tie" if each.is_tie else "[bold red]no tie[/bold red], so drafting changed the answer")
             )
     rows = [(each.method, each.tokens, each.holds) for each in proof.greedy]
     rows += [

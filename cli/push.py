@@ -1,9 +1,9 @@
-"""`draftsmith push`: publish the run's drafter on the Hub, with recipe, figures and model card; or its answers.
+"""`draftsmith push`: publish the run's drafter, with recipe, figures and model card, or its answers on the Hub.
 
 1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
 2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
-What `draftsmith export` wrote into the run's `export/` is uploaded too.
+Exports of the drafter in the run's `export/` are uploaded too.
 `--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
@@ -142,7 +142,7 @@ def _full_name(api: HfApi, repo: str, base_model: str | None, dry_run: bool) -> 
 
 
 def default_name(recipe: Recipe, base_model: str | None = None, data: bool = False) -> str:
-    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it."""
+    """Return the default name of the Hub repository, `{target}-{method}`, or `{target}-distilled` with `data`."""
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
     method = load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
@@ -217,7 +217,7 @@ def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str:
 
 
 def get_license(model: str, local_only: bool = False) -> dict[str, str]:
-    """Return the licence keys of the target's model card; empty if it names none or cannot be read.
+    """Return the licence keys of a model's card; empty if the card names no licence or cannot be read.
 
     Args:
         local_only: Do not use the network.
@@ -285,7 +285,7 @@ def _checked_files(recipe: Recipe, folder: Path) -> dict[str, Path]:
         with file.open(encoding="utf-8", errors="replace") as lines:
             leak = next((private[text] for line in lines for text in names if text in line), None)
         if leak is not None:
-            raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or its recipe")
+            raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file} or the recipe")
     return files
 
 

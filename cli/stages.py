@@ -1,6 +1,6 @@
 """The stages that several commands run, in their order. Each can be run again; finished work is not repeated.
 
-Each prints a summary and returns it as figures for `--json`.
+Each stage prints a summary and returns it as figures for `--json`.
 
 Each imports its modules when it runs, so that `--help` and a mistyped recipe respond immediately.
 
@@ -74,7 +74,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
         if load_tokenizer(as_is).get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
-                "name a copy of the target"
+                "name a copy of the target, such as a quantised one"
             )
     if without_header := missing_header_sentence(tokenizer):
         console.print(f"warning: {without_header}", markup=False)
@@ -114,8 +114,8 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     projection.index.check_disk_space(projection.folder)
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
-            f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "
-            "... --yes`"
+            f"nothing was written to {projection.folder}: there is no terminal to ask whether the size is acceptable; "
+            "accept it with `draftsmith features ... --yes`"
         )
     try:
         accepted = confirmed or Confirm.ask("Write them?", console=console)
@@ -171,7 +171,7 @@ def launch_training(recipe: Recipe, file: str, overrides: Sequence[str], process
 
 
 def make_drafter(recipe: Recipe) -> dict[str, Any]:
-    """Run every stage before the measurement; the features stage only if `data.features.source` is offline.
+    """Distil and train, with the features stage in between if `data.features.source` is offline.
 
     If `drafter.init` names a recipe, its drafter is trained first, on the same conversations.
     """
@@ -190,7 +190,7 @@ def make_drafter(recipe: Recipe) -> dict[str, Any]:
 
 
 def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
-    """Copy the distilled conversations of another recipe with equal data settings, if this run has none yet."""
+    """Copy distilled conversations from a run in `recipes` with equal data settings, if this run has none yet."""
     folder = RunFolder(recipe).data
     if folder.exists():
         return
@@ -267,7 +267,7 @@ def compare(
     rows = [row for joint in measured for row in run_eval(joint, command)]
     for recipe in recipes:
         if recipe not in together:
-            console.print(f"{recipe.name} changes its target: measured in a separate run")
+            console.print(f"{recipe.name} changes its target, so it is measured in a separate run")
             rows += run_eval(recipe)
             measured.append(recipe)
     return rows, measured

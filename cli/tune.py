@@ -46,7 +46,7 @@ FINALISTS = 3  # in addition to the default
 
 
 class Figures(NamedTuple):
-    """Figures of a tree: tokens per second, mean over tasks of its speed over the default's, and tau."""
+    """Figures of a draft tree: tokens per second, speedup over the default tree (mean over tasks), and tau."""
 
     tokens_per_s: float
     against_default: float
@@ -54,11 +54,11 @@ class Figures(NamedTuple):
 
 
 def candidates(deepest: int, is_stepwise: bool) -> list[MethodConfig]:
-    """Return the trees to compare.
+    """Return the draft trees to compare: chains and best-first trees of several sizes, some with lookups.
 
     Args:
-        deepest: Depths of the drafter.
-        is_stepwise: Every depth costs a forward of the drafter, so that trees of half the depth are compared too.
+        deepest: Largest depth that the drafter drafts.
+        is_stepwise: Whether every depth costs a forward of the drafter; then trees of half that depth are added.
     """
     half = -(-deepest // 2)
     chains: list[dict[str, Any]] = [{"max_depth": depth} for depth in sorted({1, 2, 3, half} & set(range(1, deepest)))]
@@ -71,7 +71,7 @@ def candidates(deepest: int, is_stepwise: bool) -> list[MethodConfig]:
 
 
 def halvings(trees: int) -> list[int]:
-    """Return how many trees are left after each turn in which the slower half is dropped."""
+    """Return the number of trees left after each turn, when every turn drops the slower half down to `FINALISTS`."""
     left = []
     while trees > FINALISTS:
         trees = max(FINALISTS, trees // 2)
@@ -83,8 +83,8 @@ def halvings(trees: int) -> list[int]:
 class Tuned:
     """Result of tuning.
 
-    measured: the default and each finalist with their figures, medians over turns; the largest gain decides. tasks:
-    number of tasks. saved: the chosen tree was written to the drafter's config.
+    measured: the default and each finalist with their figures, medians over turns; the tree with the largest speedup
+    is chosen. tasks: number of tasks. saved: whether the chosen tree was written to the drafter's config.
     """
 
     default: MethodConfig
@@ -106,22 +106,22 @@ class Tuned:
             (describe(method), f"{figures.tau:.2f}", f"{figures.tokens_per_s:.0f}", f"{figures.against_default:.2f}x")
             for method, figures in sorted(self.measured, key=lambda each: -each[1].against_default)
         ]
-        headings = ("tree", "tau", "tokens/s", "against the default")
-        over = f"; the last column: mean over {self.tasks} tasks of equal weight" if self.tasks > 1 else ""
+        headings = ("tree", "tau", "tokens/s", "speedup over default")
+        over = f"; last column: mean over {self.tasks} tasks of equal weight" if self.tasks > 1 else ""
         print_table(headings, rows, f"trees, measured side by side{over}")
         best = f"[bold]{describe(self.chosen)}[/bold]"
         if self.saved:
-            console.print(f"{best} is now used by methods with `tree: tuned`")
+            console.print(f"{best} is the fastest; methods with `tree: tuned` now use it")
             return
         console.print(
-            f"{best}; the drafter is from the Hub, so its config is not changed: put into the recipe's method"
+            f"{best} is the fastest; to use it, add these keys to the recipe's method (Hub drafters are not changed):"
         )
         tree = {key: value for key, value in tree_settings(self.chosen).items() if value is not None}
         console.print(json.dumps(tree), markup=False)
 
 
 def describe(method: MethodConfig) -> str:
-    """Describe a method's tree in words."""
+    """Return a method's draft tree in words, such as "best_first of 15 nodes to depth 3 with lookups"."""
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
     size = f" of {method.nodes} nodes" if method.tree == "best_first" else ""
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
@@ -129,7 +129,7 @@ def describe(method: MethodConfig) -> str:
 
 @with_run_lock("tune")
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
-    """Find the fastest tree and write it into the drafter's config.
+    """Find the fastest draft tree and write it into the drafter's config.
 
     The drafter is the run's own, or the first method's if all methods name other drafters. Nothing is written to a
     drafter from the Hub.
@@ -195,12 +195,12 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
 
 def compute_figures(records: dict[str, list[AnswerRecord]], reference: dict[str, list[AnswerRecord]]) -> Figures:
-    """Compute a tree's figures, without the prefill.
+    """Compute the figures of a draft tree from its answers; the time of the prefill is not counted.
 
     Args:
-        records: Answers by task.
-        reference: The default's answers. Tasks without rounds, whose answers are the prefill's token alone, are left
-            out of the mean.
+        records: The tree's answers, by task.
+        reference: The default tree's answers, by task. Tasks whose answers have no round, only the prefill's token,
+            are left out of the mean.
     """
 
     def speed(answers: Sequence[AnswerRecord]) -> float:

@@ -1,6 +1,6 @@
-"""Our own server, `draftsmith serve`: OpenAI's API with draft trees, one request at a time, and a drafter that learns.
+"""The server of `draftsmith serve`: OpenAI's API, one request at a time, decoded with the drafter's draft trees.
 
-Read `worker` (the answers), `api` (OpenAI's API over them), `server` (the port), with the clients' requests in
-`requests` and access control in `protection`; `learning` trains the drafter on what is served. May import all folders
-but `cli`.
+`worker` generates the answers, `api` is OpenAI's API for them, `server` listens on the port, `requests` checks the
+clients' requests, `protection` controls access, and `learning` trains the drafter on the served answers. May import all
+folders but `cli`.
 """

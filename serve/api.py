@@ -1,8 +1,8 @@
-"""OpenAI's API over the answers of a `Worker`, as a FastAPI application.
+"""FastAPI application that offers OpenAI's API for the answers of a `Worker`.
 
-Extension of OpenAI's API: every streamed piece, and a whole answer, has a field `draftsmith` with the number of
-accepted draft tokens and their text; the empty pieces of a stream that waits have its place in the queue there, as
-`waiting`. Unsupported fields are rejected with HTTP 400, never ignored; when the queue is full, requests get HTTP 429.
+Responses have an additional field `draftsmith`. A streamed chunk gives the numbers of its tokens and accepted draft
+tokens, and the accepted text; while the request waits, a chunk gives its place in the queue (`waiting`). A whole answer
+gives its rounds and tokens per round. Requests with unsupported fields get HTTP 400; if the queue is full, HTTP 429.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 def application(worker: Worker, api_key: str | None = None, names: Sequence[str] = ()) -> FastAPI:
-    """Build the FastAPI application.
+    """Build the FastAPI application that serves OpenAI's API and the chat page.
 
     Args:
-        worker: Generates the answers; `work` must run in another thread than the server, best in the one that loaded
-        it.
-        api_key: Bearer token that clients must send; None: none.
-        names: Further host names by which clients may reach it, see `Guard`.
+        worker: Worker that generates the answers. Its `work` must not run in the server's thread, but best in the one
+        that loaded the models.
+        api_key: Bearer token that clients must send; None: no token is needed.
+        names: Further host names by which clients may reach the server, see `Guard`.
     """
     app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     name = worker.recipe.target.display_name
@@ -80,14 +80,14 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-            raise HTTPException(401, "the API key is wrong or missing")
+            raise HTTPException(401, "the API key is wrong or missing: send it as `Authorization: Bearer KEY`")
 
     def submit(body: AnswerRequest, ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
         """Queue a request; returns its job and the queue of its results."""
         room = worker.length - len(ids)
         if room < 1:
             raise HTTPException(
-                400, f"the prompt has {len(ids)} tokens; prompt and answer may have {worker.length} together"
+                400, f"the prompt has {len(ids)} tokens: shorten it, prompt and answer have room for {worker.length}"
             )
         loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
         job = Job(
@@ -180,7 +180,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         turns = body.turns
         if turns[-1].role != "user":
-            raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
+            raise HTTPException(400, f"messages: the last message has role {turns[-1].role}, but must have role user")
         ids = await tokenised(turns)
         return await respond(request, body, ids, body.max_completion_tokens or body.max_tokens, chat=True)
 
@@ -189,7 +189,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         ids = body.prompt if isinstance(body.prompt, list) else await tokenised(body.prompt)
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
-            raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")
+            raise HTTPException(400, f"prompt: give at least one token, and only token ids from 0 to {vocabulary - 1}")
         return await respond(request, body, ids, body.max_tokens or 16, chat=False)
 
     @app.get("/v1/models", dependencies=[Depends(check_api_key)])
@@ -213,13 +213,13 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
 
 
 def usage(finished: CompletedAnswer) -> dict[str, int]:
-    """Return the token counts as OpenAI's API defines them, the end token included."""
+    """Return the `usage` field of OpenAI's API: token counts of prompt and answer, the end token included."""
     prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 async def next_result(out: asyncio.Queue[Any], request: Request) -> Any:
-    """Wait for the next result of a job, and check meanwhile whether the client is still connected.
+    """Wait for the next result of a request, and check every 0.5 s whether its client is still connected.
 
     Raises:
         HTTPException: The client has disconnected, or the answer failed.
@@ -232,5 +232,5 @@ async def next_result(out: asyncio.Queue[Any], request: Request) -> Any:
                 raise HTTPException(499, "the client has disconnected") from None
             continue
         if isinstance(piece, BaseException):
-            raise HTTPException(500, "the answer failed")
+            raise HTTPException(500, "the answer failed: the server's log has the reason")
         return piece

@@ -1,15 +1,15 @@
 """`draftsmith serve --learn`: train the drafter on the answers that are served.
 
-The answers of a target that serves are self-distilled data. Files under `runs/<name>/learned/`:
+The answers that a target gives to clients are self-distilled training data. Files under `runs/<name>/learned/`:
 
     answers.jsonl    the newest answers, one line each: token ids of the prompt and of the answer
     drafters/<n>/    drafters that were good enough to serve
     state.json       the number of the serving drafter, and the result of every candidate
     trainer.log      the output of training
 
-Only their owner can read them. One server at a time learns in a folder, and one process trains in it: the trainer of a
-killed server ends with the server, and the next trainer waits until it has. If the disk is full, the client still gets
-its answer, which is not stored, and training is tried again later.
+Only the files' owner can read them. One server at a time uses a folder, and one process trains in it: the trainer of a
+killed server ends with the server, and the next trainer waits for that. If the disk is full, the client still gets its
+answer, but the answer is not stored, and training is tried again later.
 
 A separate process of lower priority trains the serving drafter further, half on the newest answers and half on older
 ones and examples of the run's own data, so that these are not forgotten. The candidate is an interpolation between the
@@ -106,7 +106,7 @@ class Answer:
 
     @cached_property
     def key(self) -> str:
-        """Hash of both."""
+        """Return a hash of prompt and answer, by which the answer is recognised."""
         return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
 
     @property
@@ -124,10 +124,10 @@ LINE = TypeAdapter(Answer)
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """Comparison of a candidate with the serving drafter on the held-out answers.
+    """Comparison of a candidate, a newly trained drafter, with the serving drafter on held-out answers.
 
-    at: Unix time. answers: number of held-out answers. serving, candidate: tau of the two drafters. low, high: 95 %
-    interval of the ratio of both. number: folder of the candidate under `drafters/`; None if it was not adopted.
+    at: Unix time. answers: number of held-out answers. serving, candidate: tau of each drafter. low, high: 95 %
+    interval of candidate tau / serving tau. number: the candidate's folder under `drafters/`; None: not adopted.
     """
 
     at: float
@@ -140,9 +140,9 @@ class CandidateResult:
     number: int | None = None
 
     def sentence(self) -> str:
-        """Return the comparison in one line."""
+        """Return the comparison and what happens to the candidate, as one line of `trainer.log`."""
         decision = (
-            "dropped" if self.high < 1 else "trained further" if self.number is None else f"serves as {self.number}"
+            "dropped" if self.high < 1 else "trained further" if self.number is None else f"serving as {self.number}"
         )
         return (
             f"candidate: tau {self.serving:.2f} -> {self.candidate:.2f} ({self.low:.2f}x to {self.high:.2f}x) on "
@@ -152,10 +152,10 @@ class CandidateResult:
 
 @dataclass
 class State:
-    """Content of `state.json`.
+    """State of learning, the content of `state.json`.
 
-    begun_with: hash of the weights at the start of learning. current: number of the serving drafter, 0 for that at the
-    start. weighed: all candidates so far.
+    begun_with: hash of the drafter's weights at the start of learning. current: number of the serving drafter; 0: the
+    one at the start. weighed: results of all candidates so far.
     """
 
     begun_with: str
@@ -164,7 +164,7 @@ class State:
 
 
 class Learned:
-    """Folder `learned/` of a run: its answers, drafters and state.
+    """The folder `runs/<name>/learned/`: served answers, drafters trained on them, and the state of learning.
 
     Args:
         recipe: The recipe that is served; its first method drafts.
@@ -190,8 +190,8 @@ class Learned:
             self.write(State(weights))
         if self.state.begun_with != weights:
             raise UserError(
-                f"{self.folder} was trained from other weights than those in {self.begun_with}: restore those weights, "
-                "or delete the folder to learn from scratch"
+                f"{self.folder} was started with other weights than {self.begun_with} has now: restore the earlier "
+                "weights, or delete the first folder to learn from scratch"
             )
         self._current = self.state.current
 
@@ -208,17 +208,17 @@ class Learned:
         write_atomically(self.folder / STATE, json.dumps(asdict(state), indent=1) + "\n")
 
     def drafter(self, number: int) -> Path:
-        """Return a drafter's folder by its number."""
+        """Return the folder of a drafter by its number; 0 is the drafter at the start of learning."""
         return self.folder / DRAFTERS / str(number) if number else self.begun_with
 
     def serving(self) -> Path:
-        """Return the folder of the serving drafter."""
+        """Return the folder of the serving drafter, which `state.json` names."""
         return self.drafter(self.state.current)
 
     def newer(self) -> Path | None:
         """Return the serving drafter's folder if it has changed since the last call, else None.
 
-        Logs, once, if the training process has ended.
+        Logs a warning, once, if the training process has ended.
         """
         if self.process is not None and not self.process.is_alive():
             self.process = None
@@ -230,7 +230,7 @@ class Learned:
         return None if self._current == before else self.serving()
 
     def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
-        """Append an answer to the file and sync it to disk; removes the oldest answers now and then.
+        """Append an answer to `answers.jsonl` and sync it to disk; at 2 * `kept_answers` lines the oldest are removed.
 
         Raises:
             OSError: The disk is full; the earlier lines are left as they were.
@@ -259,7 +259,7 @@ class Learned:
         return answers
 
     def answers(self) -> list[Answer]:
-        """Read the newest answers that are long enough for training, without duplicates, the oldest first."""
+        """Return the newest stored answers that are long enough for training, without duplicates, oldest first."""
         long_enough = [
             answer
             for answer in self._stored()
@@ -269,7 +269,7 @@ class Learned:
 
 
 def start_learning(learned: Learned, minutes: float) -> None:
-    """Start the training process, which ends with the calling process and evaluates a candidate after `minutes`."""
+    """Start a process that trains new drafters, about `minutes` each; it ends with the calling process."""
     process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
     learned.process = process
@@ -296,7 +296,7 @@ def _learn(learned: Learned, minutes: float) -> None:
 
 
 def cycle_or_pause_s(learner: Learner) -> float:
-    """Train and evaluate a candidate if there are new answers. Returns the seconds to wait before the next call.
+    """Train and evaluate a new drafter if there are new answers. Returns the seconds to wait before the next call.
 
     An error of the system, such as a full disk, is written to `trainer.log`, and training is tried again.
     """
@@ -317,7 +317,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trainer of new drafters (candidates) on the served answers, for about `minutes` each, and judge of them."""
+    """Trains new drafters on the served answers, about `minutes` each, and compares them with the serving one."""
 
     def __init__(self, learned: Learned, minutes: float) -> None:
         self.learned, self.minutes = learned, minutes
@@ -336,7 +336,7 @@ class Learner:
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
 
     def cycle(self) -> CandidateResult | None:
-        """Train and evaluate a candidate; None if there are too few new or too few held-out answers."""
+        """Train a new drafter, and adopt it if it is better; None if there are too few new or held-out answers."""
         if (size := self.learned.file.stat().st_size) == self.seen_bytes:
             return None
         self.seen_bytes = size
@@ -424,7 +424,7 @@ class Learner:
         return candidate
 
     def measure(self, folder: Path, answers: Sequence[Answer]) -> QuestionSums:
-        """Return the tokens and rounds of each answer, and its rounds as its time, with the drafter in `folder`."""
+        """Count each answer's tokens and its rounds with the drafter in `folder`; rounds also stand for seconds."""
         drafter = load_drafter(folder, self.target)
         decoder = drafter.decoder(max(len(answer.row[0]) for answer in answers) + drafter.config.num_depths + 1)
         method = build_tree_drafter(self.method, decoder, Sampling())
@@ -445,7 +445,7 @@ def interpolate_weights(begun_with: Path, folder: Path, frac: float) -> None:
     Args:
         begun_with: Folder of the drafter at the start of learning.
         folder: Folder of the drafter that is changed.
-        frac: Weight of the start: 0 changes nothing, 1 restores it.
+        frac: Share of the weights at the start: 0 changes nothing, 1 restores those weights.
     """
     file = folder / SAFE_WEIGHTS_NAME
     earlier, weights = (load_file(each / SAFE_WEIGHTS_NAME) for each in (begun_with, folder))
@@ -468,7 +468,7 @@ def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
 
 
 def recipe_of_drafter(folder: Path) -> dict[str, Any]:
-    """Return the `drafter` section of a recipe that trains a drafter like the one in this folder while it serves."""
+    """Return the `drafter` section of a recipe that trains the drafter in `folder` further, with its options."""
     config = drafter_config(folder)
     kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
     options = load_drafter_class(kind).config_class.Options

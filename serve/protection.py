@@ -1,8 +1,8 @@
 """Access control of the server: allowed host names, size and type of requests.
 
-Any web page in a user's browser can send requests to a server on the user's machine. It cannot send JSON to another
+Any web page in a user's browser can send requests to a server on the user's machine. A page cannot send JSON to another
 origin without the server's consent (CORS), which this server never gives, so bodies of other types are rejected. A page
-whose own name was pointed at this machine (DNS rebinding) is recognised by the name in its `Host` header.
+whose own name was pointed at this machine (DNS rebinding) is recognised by the `Host` header of its requests.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Guard:
     """Middleware that rejects requests with a wrong host, size or type before their body is read.
 
     Args:
-        names: Further names of the server: `gpu1`, `*.lab.example`, or `*` for any. `localhost`, the machine's name and
-            all IP addresses are always allowed.
+        names: Further host names of the server: `gpu1`, `*.lab.example`, or `*` for any. `localhost`, the machine's
+            name and all IP addresses are always allowed.
     """
 
     def __init__(self, app: Any, names: Sequence[str] = ()) -> None:
@@ -51,7 +51,7 @@ class Guard:
         if not self._is_ours(host):
             shown = host[:LONGEST_NAME]
             return error(
-                421, f"{shown} is no name of this server: start it with --trusted-host NAME to allow that name"
+                421, f"{shown} is no name of this server: to allow it, start the server with --trusted-host NAME"
             )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > LARGEST_BODY_BYTES or b"transfer-encoding" in headers:

@@ -1,7 +1,7 @@
 """Requests to `draftsmith serve` in OpenAI's format, with checks and a message for every unsupported field.
 
 Clients send fields that have no effect: nulls, empty lists, `tool_choice: auto` without tools. Such fields are ignored;
-a field that would need a feature which the loop lacks is an error that names it.
+a field that needs an unsupported feature is an error that names the field.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RequestModel(BaseModel):
 
 
 class AnswerRequest(RequestModel):
-    """Fields that chat and text completions share."""
+    """Fields that requests for chat completions and for text completions share."""
 
     model: str | None = None
     stream: bool = False
@@ -92,10 +92,10 @@ class ChatRequest(AnswerRequest):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the messages as turns for the target's chat template, read as those of records are.
+        """Return the messages as turns for the target's chat template, read like conversations of training data.
 
         Raises:
-            UserError: A message is no turn, or has a field that would change its meaning and is not supported.
+            UserError: A message is malformed, or has an unsupported field that would change its meaning.
         """
         turns = []
         for number, message in enumerate(self.messages, start=1):
@@ -115,12 +115,12 @@ class CompletionRequest(AnswerRequest):
 
 
 def prompt_ids(tokenizer: Any, prompt: str | tuple[Turn, ...], most_tokens: int) -> list[int]:
-    """Return the token ids of a text, or of the prompt for the next answer of a chat.
+    """Return the token ids of a text, or of a chat's turns in the chat template, ready for the next answer.
 
     Raises:
         UserError: The chat template rejects the conversation, or the text certainly has more than `most_tokens` tokens.
     """
     text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
-        raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
+        raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens: shorten it")
     return text_token_ids(tokenizer, text) if isinstance(prompt, str) else token_ids(tokenizer, text)

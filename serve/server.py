@@ -1,6 +1,6 @@
-"""`draftsmith serve`: the API on a port, until Ctrl-C. The models compute in this thread, see `Worker`.
+"""`draftsmith serve`: serve the API on a port until Ctrl-C. The models compute in the calling thread, see `Worker`.
 
-Further requests wait in a queue of bounded length. Answers whose client has disconnected are cancelled.
+While one request is answered, others wait in a queue of limited length. Requests of disconnected clients are cancelled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAST_WORDS_S = 2  # grace period of open connections at shutdown
 
 @contextmanager
 def listening(app: FastAPI, host: str, port: int, connections: int = MOST_CONNECTIONS) -> Iterator[None]:
-    """Serve the application on a port in a separate thread; at the end open connections get a grace period.
+    """Serve the application on a port in a separate thread; when the context ends, connections get a grace period.
 
     Raises:
         UserError: The port is in use, or the address does not belong to this machine.
@@ -60,7 +60,7 @@ def listening(app: FastAPI, host: str, port: int, connections: int = MOST_CONNEC
 
 
 def run(worker: Worker, host: str, port: int, api_key: str | None, names: Sequence[str] = ()) -> None:
-    """Serve until Ctrl-C or SIGTERM, with the models in this thread, see `Worker`.
+    """Serve the worker's answers on a port until Ctrl-C or SIGTERM; the models compute in the calling thread.
 
     Raises:
         UserError: The port is in use, or the address does not belong to this machine.

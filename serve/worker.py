@@ -1,7 +1,7 @@
 """Generate the answers of `draftsmith serve`: one thread, one session, one request at a time.
 
-The others wait in order; each streamed one gets its place. (vLLM is for many users.) Greedy answers equal the
-target's, and sampled ones have its distribution.
+Other requests wait in order; a streamed one is sent its place in the queue. (vLLM is for many users.) Greedy answers
+equal the target's, and sampled answers have the target's distribution.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Waiting:
 class Piece:
     """Text that a round added to an answer.
 
-    drafted: the beginning of `text` that accepted draft tokens gave. tokens, accepted: number of all new tokens, and of
-    accepted draft tokens among them.
+    drafted: the part of `text`, from its beginning, that comes from accepted draft tokens. tokens: number of all new
+    tokens. accepted: number of accepted draft tokens among them.
     """
 
     text: str
@@ -74,8 +74,8 @@ class CompletedAnswer:
 class Job:
     """A queued or running request. The worker passes results to `send` and checks `cancelled` every round.
 
-    send: gets the places and pieces, then the complete answer or an error. cancelled: set when the client has
-    disconnected. streamed: False: `send` gets the last result only, as each one wakes the listening thread.
+    send: called with every `Waiting` and `Piece`, then with the `CompletedAnswer` or an error. cancelled: set when the
+    client has disconnected. streamed: if False, `send` gets the last result only, as each wakes the listening thread.
     """
 
     prompt_ids: list[int]
@@ -96,9 +96,9 @@ class RequestCancelled(Exception):
 class Worker:
     """Generates the answers of all jobs in the order of their arrival.
 
-    Run it in the thread that loaded the models: OpenMP starts a team of threads for every thread that computes, and
-    with more threads than processors no thread spins while it waits, which costs two thirds of the speed (68 instead of
-    186 tokens/s with SmolLM2 on two cores).
+    Call `work` in the thread that loaded the models. OpenMP starts a team of threads for every thread that computes. If
+    there are more threads than processors, waiting threads sleep instead of spinning, which costs two thirds of the
+    speed (68 instead of 186 tokens/s with SmolLM2 on two cores).
 
     Args:
         recipe: Recipe whose first method drafts.
@@ -120,8 +120,8 @@ class Worker:
         self.recipe, self.on_answer, self._get_newer = recipe, on_answer, get_newer
         if (method := recipe.eval.methods[0]).lenience < 1:
             raise UserError(
-                f"eval.methods, {method.name}: with lenience {method.lenience:g} answers would not be the target's, "
-                "which a server promises: leave lenience out"
+                f"eval.methods, {method.name}: with lenience {method.lenience:g} answers differ from the target's, "
+                "but the server promises the target's answers: remove lenience"
             )
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, drafter),) = drafters.items()
@@ -137,8 +137,8 @@ class Worker:
         self.accepted = Counter("accepted_tokens", "Drafted tokens that were accepted", **named)
         self.by_position = Counter("accepted_tokens_per_pos", "Accepted tokens by position", ["position"], **named)
         self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
-        self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
-        self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
+        self.answers = Counter("answers", "Answers by the reason for their end", ["reason"], **named)
+        self.seconds = Counter("generation_seconds", "Seconds from the start of an answer to its last token", **named)
         self.drafters = Counter("drafters_taken", "Changes of the serving drafter", **named)
         self.not_kept = Counter("answers_not_kept", "Answers that could not be stored for training", **named)
         self._keeps = True
@@ -154,7 +154,7 @@ class Worker:
         self._generate(Job(greeting, new_tokens, Sampling(), 0, (), lambda _: None), None)
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue, in which those of clients that are gone give up their places.
+        """Add a job to the queue, after removing the waiting jobs whose clients have disconnected.
 
         Raises:
             queue.Full: The queue is full.
@@ -331,9 +331,9 @@ class _Stream:
 
 
 def count_held_characters(text: str, stop: str) -> int:
-    """Return the number of characters at the text's end that may belong to a stop string.
+    """Return how many characters at the end of `text` may be the beginning of the stop string.
 
-    If the text holds the whole stop string, the number counts from its start.
+    If the text contains the whole stop string, all characters from its start are counted.
     """
     if stop in text:
         return len(text) - text.index(stop)

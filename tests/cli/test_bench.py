@@ -71,7 +71,7 @@ def test_speedup_between_two_servers(recipe: str, servers: list[StreamingServer]
         assert (row["drafts"], row["tau"], row["tau_committed"]) == (9, 2.0, 2.0)
         assert row["acceptance_by_depth"] == [1.0, 0.0]
         assert row["speedup"] > 0
-    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same as without." in found["notes"]
+    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers equal those without drafting." in found["notes"]
     # The conversation continues with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
@@ -88,7 +88,7 @@ def test_differing_greedy_answers_are_separated_from_ties(recipe: str, servers: 
     keys = ("question_id", "position", "expected", "found")
     found = [tuple(each[key] for key in keys) for each in proof["divergences"]]
     assert found == [("1/0", 2, 39, 32), ("2/0", 2, 39, 32)]
-    assert "question 1/0 differs at token 2: NO TIE" in result.output
+    assert "question 1/0 differs at token 2: NOT A TIE" in result.output
 
 
 def test_one_server_shared_with_other_clients(recipe: str, servers: list[StreamingServer]) -> None:
@@ -100,7 +100,7 @@ def test_one_server_shared_with_other_clients(recipe: str, servers: list[Streami
     assert [answer["ids"] for answer in answers] == [ANSWERED] * 3
     assert [(answer["question_id"], answer["turn"]) for answer in answers] == [(1, 0), (2, 0), (2, 1)]
     notes = figures(recipe, servers[0])["notes"]
-    assert notes[0] == "Without --plain-server there is no speedup, and greedy answers are not compared."
+    assert notes[0] == "Without --plain-server no speedup is computed and greedy answers are not compared."
     assert any("the engine counted 36 generated tokens, our answers have 21" in note for note in notes)
 
 
@@ -108,7 +108,7 @@ def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[St
     drafting, plain = servers
     for given, sentence in (
         ((plain, plain), "does not draft: start it with the command that `draftsmith export` prints"),
-        ((drafting, drafting), "drafts: give a server of the target without a drafter"),
+        ((drafting, drafting), "drafts: give a server of the target without drafter"),
     ):
         result = measure(recipe, "1", *given)
         assert result.exit_code == 2

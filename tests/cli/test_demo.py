@@ -25,7 +25,7 @@ def test_answer_is_equal_with_and_without_the_drafter(tmp_path: Path, capsys: py
     assert found.sentence() in printed
     assert "every answer is the same; float32" in printed
     assert printed.count("... (cut at 12 tokens)") == sum(each.cut for each in found.shown)
-    assert "Bold green: drafted and accepted" in printed
+    assert "Bold green: accepted draft tokens" in printed
 
 
 def test_shipped_drafter() -> None:

@@ -157,7 +157,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
         {}, ["data.max_length_tokens=8", "data.distill.engine=none"],
-        "source/over-long", "of 3 no answer begins before, so none is left: raise data.max_length_tokens",
+        "source/over-long", "3 have no answer before that limit, so no conversation is left: raise",
     ),
     "more tokens than positions": (
         {"max_position_embeddings": 20}, ["data.distill.engine=none"],
@@ -219,15 +219,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     ),
     "one engine": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
-        "vLLM can load it; not SGLang: sglang takes",
+        "vLLM can load this drafter; not SGLang: sglang takes",
     ),
     "features by an engine that is not here": (
         "warning", {}, ["data.features={source: server, server: {urls: ['http://h:8000']}}"],
-        "drafter/features from vLLM", "vLLM is not installed here, whose class of the target needs",
+        "drafter/features from vLLM", "vLLM is not installed here: its class for this target needs",
     ),
     "three engines": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: eagle3, options: {first_token: false}}"],
-        "drafter/engines", "^vLLM, SGLang, llama.cpp can load it$",
+        "drafter/engines", "^vLLM, SGLang, llama.cpp can load this drafter$",
     ),
 }  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest
 def test_serve_command_is_shown(tmp_path: Path) -> None:
     mine = clinic(tmp_path, num_hidden_layers=4)
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
-    assert "`draftsmith export --to vllm` can write it" in findings["served/export"]["sentence"]
+    assert "`draftsmith export --to vllm` can write this drafter" in findings["served/export"]["sentence"]
     asked = '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 5, "parallel_drafting": true}'
     assert asked in findings["served/command"]["sentence"]
     assert "drafter.options.first_token=false" in findings["served/first token"]["sentence"]

@@ -484,7 +484,7 @@ def test_import_command(published: Publish, tmp_path: Path) -> None:
     elsewhere = ["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "here"), "--json"]
     told = CliRunner().invoke(app, ["import", file, *elsewhere])
     assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here"), "assumed": []}
-    assert "a method of eval.methods with `drafter: " in told.stderr
+    assert "to measure it, add a method with `drafter: " in told.stderr
     again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
     assert (again.exit_code, "already exists" in again.stderr) == (2, True)
     other = [*elsewhere[:2], "drafter.kind=eagle3", "name=other"]

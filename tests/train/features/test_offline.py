@@ -83,8 +83,8 @@ def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypa
     assert refused.exit_code == 2
     assert "takes 18.8 KiB" in refused.stdout
     assert refused.stderr == (
-        f"error: nothing was written to {folder}: without a terminal accept the size with `draftsmith features "
-        "... --yes`\n"
+        f"error: nothing was written to {folder}: there is no terminal to ask whether the size is acceptable; "
+        "accept it with `draftsmith features ... --yes`\n"
     )
     assert not folder.exists()
     monkeypatch.setattr(stages, "sys", type("Terminal", (), {"stdin": type("In", (), {"isatty": lambda: True})}))
