@@ -55,14 +55,14 @@ class Agreement:
             f"{self.own_tau:.3f} in draftsmith's loop, on the same {self.answers} answers ({apart:.1%} apart)"
         )
         if apart <= MOST_APART:
-            return f"Acceptance equals that of draftsmith's own loop: {figures}."
+            return f"Accepts here what it accepts there: {figures}."
         ruled_out = set(self.ruled_out)
         if self.engine_first is not None and abs(self.engine_first - self.own_first) <= MOST_APART * self.own_first:
             ruled_out |= {cause for cause, is_of_first in CAUSES.items() if is_of_first}
         likely = [cause for cause in CAUSES if cause not in ruled_out]
         excluded = [cause for cause in CAUSES if cause in ruled_out]
         return (
-            f"ACCEPTANCE DIFFERS FROM THAT OF DRAFTSMITH'S OWN LOOP: {figures}; likely causes: {', '.join(likely)}"
+            f"DOES NOT ACCEPT HERE WHAT IT ACCEPTS THERE: {figures}; likely causes: {', '.join(likely)}"
             f"{'; ruled out: ' * bool(excluded)}{', '.join(excluded)}."
         )
 

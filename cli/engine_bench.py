@@ -108,7 +108,7 @@ class ServingOptions:
             if name in OF_STARTED and self.server is not None:
                 raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
         text = self.concurrency
-        if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+        if text is not None and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
             raise UserError(f"option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
         if self.engine == "sglang" and self.server is None:
             raise UserError(

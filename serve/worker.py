@@ -160,13 +160,13 @@ class Worker:
             queue.Full: The queue is full.
             RequestCancelled: The worker has stopped or is stopping.
         """
-        if self._stopping.is_set():
-            raise RequestCancelled
         with self.jobs.mutex:
             for waiting in [each for each in self.jobs.queue if each.cancelled.is_set()]:
                 self.jobs.queue.remove(waiting)
                 self.answers.labels("gone").inc()
         self.jobs.put_nowait(job)
+        if self._stopping.is_set():  # looked at last, as `work` may have emptied the queue before
+            raise RequestCancelled
         if self._current is not None:
             self._send_places()
 

@@ -98,7 +98,7 @@ def build_target_layers(config: PreTrainedConfig) -> tuple[nn.ModuleList, nn.Mod
 
 
 def narrow_mlp(layer: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """Return a decoder layer's weights by name, with the `width` neurons of the MLP whose output weights are largest."""
+    """Return a decoder layer's weights by name, with those `width` neurons of its MLP that have the largest outputs."""
     output = layer["mlp.down_proj.weight"]
     neurons = output.shape[1]
     if width == neurons:

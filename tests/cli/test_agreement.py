@@ -46,7 +46,7 @@ def test_our_own_chain_is_replayed_exactly() -> None:
     assert found.own_tau == pytest.approx(tau)
     assert found.engine_tau == pytest.approx(tau)
     assert found.own_first == pytest.approx(found.engine_first)
-    begins = f"Acceptance equals that of draftsmith's own loop: a chain of 2 draft tokens commits {tau:.3f}"
+    begins = f"Accepts here what it accepts there: a chain of 2 draft tokens commits {tau:.3f}"
     assert found.sentence("vLLM").startswith(begins)
     assert compare_with_own_chain(replace(result, counts=DraftCounts()), target, drafter, True) is None
 
@@ -59,4 +59,4 @@ def test_a_difference_names_causes_that_are_left() -> None:
     assert "(20.0% apart)" in sentence
     deeper = replace(apart, engine_first=0.6, ruled_out=()).sentence("vLLM")
     assert "likely causes: sample_from_anchor, RoPE; ruled out: layer ids, norms, vocabulary map." in deeper
-    assert replace(apart, engine_tau=2.46).sentence("vLLM").startswith("Acceptance equals that of draftsmith's")
+    assert replace(apart, engine_tau=2.46).sentence("vLLM").startswith("Accepts here")

@@ -52,5 +52,5 @@ def test_started_servers_equal_our_decoder(setup: Setup, tmp_path: Path) -> None
         assert row["tau_committed"] == len(whole) * (NEW_TOKENS - 1) / rounds
     own = figures["own_chain"]  # the same rounds in our own loop, replayed
     assert own["own_tau"] == pytest.approx(own["engine_tau"], rel=1e-9)
-    assert any(note.startswith("Acceptance equals that of draftsmith's own loop") for note in figures["notes"])
+    assert any(note.startswith("Accepts here what it accepts there") for note in figures["notes"])
     assert [(proof["prompts"], proof["divergences"]) for proof in figures["greedy"]] == [(len(whole), [])] * 4
