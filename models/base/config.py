@@ -55,7 +55,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
+        """Return D, the target's hidden size. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)
 
     @property
@@ -70,7 +70,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config of the drafter's decoder layers, see `of_kind`, with the option `rope` if it is set."""
+        """Return the config values of the drafter's decoder layers (`of_kind`), with the option `rope` if it is set."""
         layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
         return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
 
@@ -89,7 +89,7 @@ class DrafterConfig(PreTrainedConfig):
         """Make the config of a drafter from the target's config alone, without its weights.
 
         Raises:
-            UserError: As `Drafter.from_target`.
+            UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
         values = target_values(target_config)
         width, layers_width = embedding_width(values), values["hidden_size"]
