@@ -46,14 +46,14 @@ class StateLayer(LinearAttentionLayer):
                 getattr(self, name)[state_idx] = self.held[name, state_idx][self._selected]
 
     def select(self, sequences: slice, are_new: bool = False) -> None:
-        """Select the sequences whose states the next forwards read and write: all are new, or none is."""
+        """Select sequences whose states the next forwards read and write; `are_new`: all of them are new sequences."""
         self._selected = sequences
         for (name, number), held in self.held.items():
             getattr(self, name)[number] = held[sequences]
             self.has_previous_state[number] = not are_new
 
     def move(self, source: int, destination: int) -> None:
-        """Copy a sequence's states into the place of another."""
+        """Copy the states of sequence `source` over those of sequence `destination`."""
         for held in self.held.values():
             held[destination] = held[source]
 
@@ -109,7 +109,7 @@ def state_layers(layers: Sequence[Any]) -> list[StateLayer]:
 
 
 class ChainStates:
-    """The states of one sequence while chains are run and accepted in part.
+    """The recurrent states of one sequence, while draft chains are run and partly accepted.
 
     unread: committed tokens that the states have not read.
     """
