@@ -61,7 +61,7 @@ class FusedModule(nn.Module):
 
 
 class FusedAttention(FusedModule):
-    """Attention of Llama's, Mistral's, Qwen 2's and Qwen 3's layers, as in transformers, by two products."""
+    """Attention of Llama's, Mistral's, Qwen 2's and Qwen 3's layers, by two matrix products in place of four."""
 
     fused = ("q_proj", "k_proj", "v_proj")
     head_dim: int
@@ -97,7 +97,7 @@ class FusedAttention(FusedModule):
 
 
 class FusedMLP(FusedModule):
-    """MLP of these families by two products."""
+    """MLP of Llama's, Mistral's and Qwen's layers, by two matrix products in place of three."""
 
     fused = ("gate_proj", "up_proj")
     act_fn: Any
