@@ -21,7 +21,7 @@ class LogitShape:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the product is the logits."""
+        """Return True if the logits are the LM head's product itself, without scale or cap."""
         return self == PLAIN
 
     def __call__(self, product: Tensor) -> Tensor:
