@@ -40,14 +40,14 @@ class EagleParallelConfig(DrafterConfig):
     )
 
     class Options(EagleLayerOptions, MaskOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: eagle_parallel`: the keys of `drafter.options` in a recipe."""
 
         depth_weights: DepthWeights = 1.0
         mask_residual: MaskResidual = True
 
 
 class EagleParallelDrafter(EagleDrafter):
-    """The drafter q; see the module's docstring."""
+    """ParallelSpec's drafter q in EAGLE flavour: EAGLE's layer with K [MASK]s, in one forward."""
 
     config_class = EagleParallelConfig
 
@@ -57,7 +57,7 @@ class EagleParallelDrafter(EagleDrafter):
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.fc.in_features))
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start masks near the mean embedding, with a random feature of the size that the target's have."""
+        """Initialise masks: embeddings near the target's mean embedding, random features as large as the target's."""
         embedding_vd = embeddings_of(target).to(self.masks.dtype)
         noise_kd, drawn_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd
