@@ -2,7 +2,7 @@
 
 transformers dequantizes the architectures and quantizations that it supports (`gguf_file=`). The folder is in
 draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete. If it was
-cut or changed since, or others could have written it, the file is converted again.
+truncated or changed since, or other users can write to it, the file is converted again.
 """
 
 import logging

@@ -46,9 +46,9 @@ class Windows:
     """The windows of a target's layers.
 
     Args:
-        by_type: Windows by type of layer, for the types that have one.
+        by_type: The window of each type of layer (a name in `layer_types`) that has one.
         types: All types of layers, sorted.
-        unknown: The smallest window that our masks do not support: of another form, or of an unknown type of target.
+        unknown: The smallest window that our masks cannot express: of another form, or of an unknown `model_type`.
     """
 
     by_type: Mapping[str, Window]
@@ -57,7 +57,7 @@ class Windows:
 
     @property
     def smallest(self) -> int | None:
-        """Return the tokens within which all layers attend to everything; None: always."""
+        """Return the length in tokens up to which every layer attends to the whole sequence; None: no limit."""
         sizes = [window.tokens for window in self.by_type.values()]
         return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
 
@@ -75,7 +75,7 @@ class Windows:
         """Build the masks of each type of layer from the mask of full attention.
 
         Args:
-            mask: Additive, [B, 1, N, S].
+            mask: Mask [B, 1, N, S] of full attention, added to the scores.
             query_n: Positions of the queries [N], or [B, 1, N].
             key_s: Positions of the keys [S], or [B, 1, S].
         """
@@ -138,7 +138,7 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def takes_masks(target: PreTrainedModel | PreTrainedConfig) -> bool:
-    """Return True if the target's masks can be built here, by type of layer."""
+    """Return True if this package can build the target's masks, one for each type of layer."""
     return get_windows(target).unknown is None
 
 
@@ -155,15 +155,15 @@ def get_max_positions(target: Any) -> int | None:
 
 
 def tokens_within_windows(target: Any) -> int | None:
-    """Return the length up to which full attention equals the windows; None if there is no limit."""
+    """Return the length in tokens up to which windows leave attention full; None if there is no limit."""
     known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
 
 
 def rope_switch(target: PreTrainedModel | PreTrainedConfig) -> int | None:
-    """Return the length beyond which a target's RoPE has other angles at all positions (`longrope`); None: it has not.
+    """Return the length in tokens beyond which RoPE changes its angles at all positions (`longrope`); None: never.
 
-    Keys that were computed before are of the other angles, so that the whole sequence must be read again.
+    Cached keys then have the old angles, so that the whole sequence must be read again.
     """
     config = target if isinstance(target, PreTrainedConfig) else target.config
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
