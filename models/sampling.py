@@ -36,7 +36,7 @@ class Sampling:
         return self.temperature == 0
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Return logits [..., V] / temperature, up to a constant; finite even for the lowest temperatures."""
+        """Return logits [..., V] / temperature, shifted by a constant where low temperatures would give infinity."""
         numbers = torch.finfo(logits.dtype)
         if self.temperature >= LARGEST_LOGIT / numbers.max:
             return logits / self.temperature

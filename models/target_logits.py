@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitShape:
-    """Scale and soft cap between an LM head's product and the logits."""
+    """Scale and soft cap that turn an LM head's product (the output of its linear layer) into logits."""
 
     scale: float = 1.0
     cap: float | None = None

@@ -96,7 +96,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
 def describe_differences(
     missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str
 ) -> str:
-    """Describe missing tensors, superfluous ones (in the words of `not_in`) and those of another shape."""
+    """Describe missing tensors, superfluous ones (as `not_in` says) and those of another shape, in words."""
     wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
     return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 

@@ -50,7 +50,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def kind(self) -> str:
-        """Return the recipe's `drafter.kind`."""
+        """Return the kind of drafter, `drafter.kind` in a recipe."""
         return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
     @property
@@ -65,7 +65,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def target_logits(self) -> LogitShape:
-        """Return the shape of the target's logits."""
+        """Return the scale and cap of the target's logits."""
         return LogitShape(self.target_logit_scale, self.target_logit_cap)
 
     @property

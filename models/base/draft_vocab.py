@@ -80,7 +80,7 @@ class VocabCoverage:
         )
         if self.seen < self.size:
             return (
-                f"{sentence}; the data have only {self.seen:,}: drafter.options.draft_vocab_size={self.seen} is enough"
+                f"{sentence}; only {self.seen:,} occur in data: drafter.options.draft_vocab_size={self.seen} is enough"
             )
         return sentence
 
@@ -140,7 +140,7 @@ class DraftHeads(PreTrainedModel):
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
 
         Raises:
-            UserError: As `DrafterConfig.check_same_target`.
+            UserError: The drafter was made for a target of another kind or size.
         """
         self.config.check_same_target(target)
         head, shape = target.get_output_embeddings(), logit_shape(target)

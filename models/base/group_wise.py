@@ -93,7 +93,7 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return the padding token's id, or the vocabulary's last id if padding is missing or also ends answers."""
+    """Return a token id that texts lack: padding, or the vocabulary's last id if padding is missing or ends answers."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     ends = target_config.get("eos_token_id")
     is_end = padding in (ends if isinstance(ends, list) else [ends])
@@ -189,7 +189,7 @@ class GroupWiseDrafter(Drafter):
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the number of tokens that a row attends to, up to and including its own position; None: all."""
+        """Return the number of tokens that a query attends to, up to and including its own position; None: all."""
         return self.config.sliding_window
 
     @property
@@ -233,7 +233,7 @@ class GroupWiseDrafter(Drafter):
 
 
 def embeddings_of(target: PreTrainedModel) -> Tensor:
-    """Return the embeddings [V, D] of all tokens, scaled where the target scales them."""
+    """Return the target's embeddings [V, D] of all tokens, with its scale of embeddings, if any."""
     return target.get_input_embeddings()(torch.arange(target.config.vocab_size, device=target.device))
 
 

@@ -45,7 +45,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training."""
+    """Content of `training.json`, the record of a training."""
 
     steps: int
     history: list[dict[str, float]]
@@ -68,8 +68,8 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
-        UserError: The kind does not exist, and the message lists the existing ones; or a trained drafter of it could
-            not be loaded, since its config has another `model_type`.
+        UserError: The kind does not exist (the message lists those that do), or its config class has a `model_type`
+            with which a trained drafter could not be loaded.
     """
     kinds, file = drafter_kinds(), f"models/drafters/{kind}.py"
     if kind not in kinds:
@@ -92,7 +92,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
     """Check a target's config and a kind's options, before any weight is loaded.
 
     Raises:
-        UserError: As `load_drafter_class` and `Drafter.from_target`.
+        UserError: There is no such kind, an option is wrong, or the target's architecture is not supported.
     """
     drafter_class = load_drafter_class(kind)
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
 
 
 def read_training(folder: Path) -> Training:
-    """Read `training.json`.
+    """Read a drafter folder's `training.json`.
 
     Raises:
         UserError: The file is damaged.

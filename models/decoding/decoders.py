@@ -91,7 +91,7 @@ class SequenceDecoder(Protocol):
 
 
 class DrafterDecoder(SequenceDecoder, Protocol):
-    """Drafts all depths from one forward: a depth's logits do not depend on the tokens drafted before it."""
+    """Decoder that drafts all depths in one forward: a depth's logits do not depend on the tokens drafted before it."""
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward."""
@@ -99,7 +99,7 @@ class DrafterDecoder(SequenceDecoder, Protocol):
 
 @runtime_checkable
 class StepwiseDecoder(SequenceDecoder, Protocol):
-    """Drafts a tree level by level: a node's children depend on the tokens of the path to it."""
+    """Decoder that drafts a tree level by level: a node's children depend on the tokens of the path to it."""
 
     num_depths: int  # the longest path worth drafting
 
@@ -116,7 +116,7 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
 
 @runtime_checkable
 class Compilable(Protocol):
-    """A decoder whose rounds `torch.compile` can run."""
+    """A decoder whose forwards `torch.compile` can compile."""
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the forwards of a round; call it before the first sequence."""
@@ -230,7 +230,7 @@ class PathDecoder:
 
 
 class MarkovDecoder(PathDecoder):
-    """Decoder that adds the Markov head's bias by the previous token."""
+    """`PathDecoder` that adds the Markov head's bias, given the previous token, to the wrapped decoder's logits."""
 
     def _draft(self) -> None:
         self._logits_gv = self._decoder.draft()

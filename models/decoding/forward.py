@@ -321,7 +321,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self._cache, self._index, self._num_layers, self.is_compileable = cache, index, num_layers, is_static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take this layer's part of the cache's memory, which the first layer makes. Both [1, G, N, D]."""
+        """Take this layer's part of the cache, which the first layer allocates. Keys and values are [1, G, N, D]."""
         cache = self._cache
         if not cache.layers:
             cache.allocate(self._num_layers, key_states, value_states)
@@ -337,7 +337,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [1, G, N, D]; return those that the rows attend to."""
+        """Write new keys and values [1, G, N, D] into the cache; return those that the rows attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None

@@ -84,7 +84,7 @@ class DFlashConfig(DrafterConfig):
         """Options of `drafter.kind: dflash`: the keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
-            6, ge=2, le=MOST_DEPTHS, description="rows of a block, including the newest token's (published: 7 to 16)"
+            6, ge=2, le=MOST_DEPTHS, description="positions in a block, with the newest token's (published: 7 to 16)"
         )
         num_layers: NumLayers = 3
         sample_from_anchor: SampleFromAnchor = False
@@ -282,7 +282,7 @@ class BlockDecoder(CachedDecoder):
         self._begin_sequence(prompt_ids, features[:-1])
 
     def draft(self) -> Tensor:
-        """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
+        """Return fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over R rows."""
         return self.outputs()[0]
 
     def outputs(self) -> tuple[Tensor, ...]:

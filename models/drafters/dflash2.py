@@ -71,7 +71,7 @@ class DFlash2Config(DFlashConfig):
     class Options(DFlashConfig.Options):
         """Options of `drafter.kind: dflash2`: the keys of `drafter.options` in a recipe."""
 
-        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector reads the token before")] = Field(
+        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector reads the previous token")] = Field(
             0, description="always 0: the selector reads the previous token instead"
         )
         conv_kernel_size: int = Field(
@@ -131,7 +131,7 @@ class GroupedConvolution(nn.Module):
 
 
 class ConvolvedLayer(Qwen3DecoderLayer):
-    """Qwen 3's decoder layer with a convolution around each of its sublayers."""
+    """Qwen 3's decoder layer with convolutions before and after attention and MLP."""
 
     def __init__(self, config: Any, layer_idx: int, options: DrafterConfig) -> None:
         super().__init__(config, layer_idx)

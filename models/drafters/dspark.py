@@ -42,7 +42,7 @@ class DSparkConfig(DFlashConfig):
             5,
             ge=2,
             le=MOST_DEPTHS,
-            description="rows of a block, including the newest token's, and number of tokens it drafts (published: 7)",
+            description="positions in a block, with the newest token's, and number of tokens it drafts (published: 7)",
         )
         sample_from_anchor: SampleFromAnchor = True
         markov_rank: int = Field(

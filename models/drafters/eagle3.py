@@ -224,7 +224,7 @@ class Eagle3Config(Eagle3ShapeConfig):
             5,
             ge=1,
             le=MOST_DEPTHS,
-            description="number of depths in training (training-time test), each on the outputs of the depth "
+            description="number of depths in training (training-time test), each reads the outputs of the depth "
             "before; 1: no training-time test",
         )
         draft_depth: DraftDepth | None = Field(

@@ -35,7 +35,7 @@ class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
     published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
     not_exported = (
-        "no engine has masks in EAGLE's first shape, and the plugin for vLLM runs `parallel` alone: train with "
+        "no engine supports masks in EAGLE drafters, and draftsmith's vLLM plugin only `parallel`: train with "
         "drafter.kind=parallel"
     )
 

@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 
 class HeadOptions(DepthOptions):
-    """Options of drafters that are heads on the target's last hidden state."""
+    """Options of drafters with one head per depth on the target's last hidden state."""
 
     num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the number of heads, and of depths that they draft")
     loss: Loss = "ce"
@@ -168,7 +168,7 @@ class MedusaDecoder:
         self._previous_1d = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
+        """Keep the last of the features [n, D] that predicted n new tokens: h_{t-1} of the newest token."""
         self._previous_1d = features[-1:]
 
     def draft(self) -> Tensor:

@@ -89,7 +89,7 @@ class Medusa2Drafter(MedusaDrafter):
     config_class = Medusa2Config
     unsupported = {  # noqa: RUF012
         "offline": "it changes the target while it trains, so that features from disk would be the old target's",
-        "split_weights": "its LoRA is inside the target, which runs outside the forward that puts the parts together",
+        "split_weights": "its LoRA is inside the target, which runs outside the forward that gathers split weights",
     }
 
     def build(self, config: DrafterConfig) -> None:
@@ -114,7 +114,7 @@ class Medusa2Drafter(MedusaDrafter):
             if shapes.get(name) != shape:
                 raise UserError(
                     f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
-                    f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train one for this"
+                    f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train a new one"
                 )
         pairs = {name: self.lora.get_submodule(name) for name in config.lora_shapes}
         _loras[target] = Lora(target, pairs, config.lora_alpha / config.lora_rank)

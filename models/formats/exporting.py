@@ -69,7 +69,7 @@ class Export:
 
 @dataclass
 class Exported:
-    """Result of `export_run`: the exported folder and its description."""
+    """Result of `export_run`: the exported folder and its `export.json`."""
 
     folder: Path
     made: Export
@@ -87,7 +87,7 @@ class Exported:
 
 
 def check_format(to: str) -> None:
-    """Check that the format exists.
+    """Check that `to` names a format of exports.
 
     Raises:
         UserError: The format does not exist.
@@ -133,7 +133,7 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
 
 
 def lacks_first_row(config: DrafterConfig, to: str) -> bool:
-    """Return whether the drafter has a row for a conversation's first token, and is served without it."""
+    """Return whether the drafter has a row for a conversation's first token that serving in this format lacks."""
     has_place = config.first_token and (config.kind, to) in EXPORTERS and to != "gguf"
     return has_place and not exporter_of(config, to).first_token
 
@@ -287,7 +287,7 @@ def export_drafter(
     loading: Sequence[str] = (),
     gguf: GgufTarget | None = None,
 ) -> Export:
-    """Write the drafter into a folder in this format.
+    """Write the drafter into a folder, in the format `to`.
 
     Args:
         drafter: Attached to its target if the exporter needs it (`needs_target`).
@@ -297,7 +297,7 @@ def export_drafter(
         gguf: Only for the format `gguf`.
 
     Raises:
-        UserError: The format cannot express the drafter, or the folder holds something else.
+        UserError: The format cannot express the drafter, or the folder exists and holds no export.
     """
     config = drafter.config
     check_expressible(config, to)
@@ -373,7 +373,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         ]
         wrong += [f"the tensors {some_of(names)} differ when they are read back"] if names else []
     if wrong:
-        raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
+        raise RuntimeError(f"the export differs from the drafter, a bug of draftsmith: {'; '.join(wrong)}")
 
 
 def _same(ours: Tensor, read: Tensor, gguf_dtype: str | None) -> bool:

@@ -43,7 +43,7 @@ INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden
 
 @dataclass
 class Imported:
-    """`import.json`: what was imported.
+    """Content of `import.json`: the imported checkpoint, and what was assumed about it.
 
     files_sha256: Hashes of the checkpoint's weights files.
     assumed: Assumptions about facts that the checkpoint does not state.
@@ -271,7 +271,7 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool)
                 "import one that was made for this target, or, if it is a whole model, name it as the model of a "
                 "`kind: draft_model` in eval.methods; one for this target's base is a start (`drafter.init`)"
             )
-        notes.append(f"its {name} is not this target's, which was taken")
+        notes.append(f"its {name} is not this target's; the target's is used")
     return notes
 
 

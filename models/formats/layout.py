@@ -107,7 +107,7 @@ def drafted_tokens(config: DrafterConfig) -> int:
 
 
 def speculators_keys(drafter: Drafter, layers: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of every config of the speculators library: its kind, its layers, and the target."""
+    """Return the keys that every config of the speculators library has: its kind, its layers, and the target."""
     kind = drafter.config.kind
     return {
         "speculators_model_type": kind,
@@ -220,7 +220,7 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
 
 
 def window_keys(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
-    """Return the keys of a config that give all layers the drafter's window, or none.
+    """Return config keys that give all layers the drafter's sliding window, or none.
 
     Qwen 3 of transformers drops `sliding_window` unless `use_sliding_window` is set; engines look at `layer_types`.
     """

@@ -94,20 +94,20 @@ class Keys(dict[str, Any]):
 
 @dataclass
 class Checkpoint:
-    """Config and tensors by name, in the layout of a reader."""
+    """A checkpoint in another program's layout: its config, and its tensors by name."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
     @property
     def keys(self) -> Keys:
-        """Return the config's values, checked where they are read."""
+        """Return the config as `Keys`, whose methods check each value that is read."""
         return Keys(self.config)
 
 
 @dataclass
 class Parameters:
-    """A kind of drafter, its options, and its state dict.
+    """A checkpoint converted to our terms: kind of drafter, options, and state dict.
 
     Args:
         borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
@@ -169,7 +169,7 @@ def read_draft_vocabulary(state: dict[str, Tensor], keys: Keys, vocabulary: int)
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size = keys.whole("draft_vocab_size", 1) if keys.get("draft_vocab_size") is not None else None
     if t2d is not None and t2d.shape != (vocabulary,):
-        raise UserError(f"t2d is {list(t2d.shape)} where the target has {vocabulary} tokens: import its own drafter")
+        raise UserError(f"t2d is {list(t2d.shape)} where the target has {vocabulary} tokens: import a drafter for it")
     marked = None if t2d is None else t2d.bool().nonzero().flatten()
     if d2t is None:
         if size in (None, vocabulary):
@@ -310,7 +310,7 @@ def read_layers(
             preferred.
 
     Raises:
-        UserError: Its layers do not have the target's shape, or it has another vocabulary.
+        UserError: The checkpoint's layers do not have the target's shape, or it has another vocabulary.
     """
     keys = checkpoint.keys
     model_type, fits, differences = keys.get("model_type"), list[tuple[str, bool]](), list[str]()

@@ -95,7 +95,7 @@ def number_masks(is_mask_n: Tensor) -> tuple[Tensor, Tensor]:
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0})
 class ParallelLayers(nn.Module):
-    """Inputs, layers and norm of the drafter: the part that vLLM compiles. Names are the checkpoint's."""
+    """Inputs, layers and norm of the drafter: the part that vLLM compiles. Parameters have the checkpoint's names."""
 
     def __init__(self, *, vllm_config: VllmConfig, first_layer: int, prefix: str = "") -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class VllmParallelDrafter(Eagle3LlamaForCausalLM):
         return functional.pad(self.fuse_features(normed.flatten(1)), (0, spare)).reshape(*rows, self.width + spare)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Map normed states [N, D or D + r] to logits of the target's vocabulary, -inf for what is not drafted.
+        """Map normed states [N, D or D + r] to logits of the target's vocabulary, -inf for tokens never drafted.
 
         With a Markov head the logits of a depth depend on the token drafted before it, here greedily; rows of a request
         lie one after the other.

@@ -82,7 +82,7 @@ def group_mask(
 
 
 def number_documents(documents: Documents, length: int) -> Tensor:
-    """Return the number of the document at each of S positions, [S]."""
+    """Return for each of S positions the number of its document, [S]."""
     bounds_d, _ = documents
     position_s = torch.arange(length, device=bounds_d.device, dtype=bounds_d.dtype)
     return torch.searchsorted(bounds_d[1:], position_s, right=True)
@@ -98,7 +98,7 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Return h_{t-1} at t [B, S, F], the feature that predicted x_t; zeros for a document's first token."""
+    """Shift features [B, S, F] by a token: at t h_{t-1}, which predicted x_t; zeros for a document's first token."""
     # Not torch.cat, which autocast to bf16 rejects for features in fp16.
     previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:

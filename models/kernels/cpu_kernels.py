@@ -21,8 +21,8 @@ MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torc
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return True if our kernel supports query [B, H, R, D], with an additive mask [1, 1, R, S] or None for one row.
 
-    Keys and values must be like the query: in dtype, in head size (DeepSeek's values, for one, are of another), and
-    contiguous in it.
+    Keys and values must have the query's dtype and head size (DeepSeek's values, for one, have another), and be
+    contiguous in the latter.
     """
     batch, _, rows, head_size = query.shape
     return (

@@ -77,7 +77,7 @@ class FusedAttention(FusedModule):
         past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from hidden states [B, S, D], with cos and sin [B, S, Dh]; returns [B, S, D], and the weights."""
+        """Attend from hidden states [B, S, D], with RoPE's cos and sin [B, S, Dh]; return [B, S, D] and weights."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (part.view(shape) for part in self.product(hidden_states))
         if hasattr(self, "q_norm"):
@@ -104,7 +104,7 @@ class FusedMLP(FusedModule):
     down_proj: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [..., D] to [..., D]."""
+        """Map hidden states [..., D] to the MLP's output [..., D]."""
         gate, up = self.product(x)
         out: Tensor = self.down_proj(self.act_fn(gate) * up)
         return out

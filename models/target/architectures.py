@@ -35,14 +35,14 @@ SLIDING = frozenset(["doge", "ministral3", "mistral", "mixtral", "phi3", "phimoe
 
 @dataclass(frozen=True)
 class LogitKeys:
-    """Keys of a config for the step from the LM head's product to logits: a factor, a divisor and a soft cap."""
+    """Config keys of what turns the LM head's product into logits: a factor, a divisor and a soft cap."""
 
     factor: str | None = None
     divisor: str | None = None
     cap: str | None = None
 
     def read(self, config: Any) -> LogitShape:
-        """Return the shape with the config's values; a key without a number changes nothing."""
+        """Return scale and cap from the config's values; a key without a number changes nothing."""
         factor, divisor, cap = (_number(config, key) for key in (self.factor, self.divisor, self.cap))
         return LogitShape((factor or 1.0) / (divisor or 1.0), cap or None)
 

@@ -118,8 +118,8 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
     target, loaded = _read(location, read)
     if missing := sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])]):
         raise UserError(
-            f"target.model {recipe.model} has no unquantised {', '.join(missing)}, which training on servers' features "
-            "reads: name the unquantised checkpoint of the same model"
+            f"target.model {recipe.model} has no unquantised {', '.join(missing)}, which training on features from a "
+            "server reads: name the unquantised checkpoint of the same model"
         )
     target = text_alone(target, recipe.model)
     for key, value in whole.items():
@@ -131,8 +131,8 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        UserError: The tokenizer cannot be found or read, or its chat template is missing or lacks
-            `chat_template_kwargs`.
+        UserError: The tokenizer cannot be found or read, or its chat template is missing, or does
+            not read `chat_template_kwargs`.
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))

@@ -25,13 +25,13 @@ RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
 @dataclass(frozen=True)
 class Window:
-    """A token attends to the last `tokens` tokens, itself included; with `chunked` to its chunk of `tokens` tokens."""
+    """Window in which a token attends to the last `tokens` tokens, itself included; `chunked`: to its own chunk."""
 
     tokens: int
     chunked: bool = False
 
     def hides(self, query_n: Tensor, key_s: Tensor) -> Tensor:
-        """Return [..., N, S]: True if a key is outside a query's window. Both are positions [..., n]."""
+        """Return a bool mask [..., N, S], True if a key is outside a query's window; both are given by position."""
         query_n1, key_1s = query_n[..., :, None], key_s[..., None, :]
         if self.chunked:
             return key_1s // self.tokens != query_n1 // self.tokens
@@ -72,7 +72,7 @@ class Windows:
         return self.smallest is not None and length_tokens > self.smallest
 
     def masks(self, mask: Tensor, query_n: Tensor, key_s: Tensor) -> Masks:
-        """Build the masks of each type of layer from the mask of full attention.
+        """Build the attention mask of each type of layer from that of full attention.
 
         Args:
             mask: Mask [B, 1, N, S] of full attention, added to the scores.
@@ -87,7 +87,7 @@ class Windows:
         return made[self.types[0]] if len(self.types) == 1 else made
 
     def row_masks(self, visible_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
-        """Build the masks of a forward of one token per row, for rows of different lengths.
+        """Build the attention masks of a forward of one token per row of a batch, for rows of different lengths.
 
         Args:
             visible_as: [A, S] bool, the tokens of each row, at positions 0, 1, ...
@@ -138,7 +138,7 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def takes_masks(target: PreTrainedModel | PreTrainedConfig) -> bool:
-    """Return True if this package can build the target's masks, one for each type of layer."""
+    """Return True if this package can build the target's attention masks, one for each type of layer."""
     return get_windows(target).unknown is None
 
 

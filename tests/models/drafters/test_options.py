@@ -35,7 +35,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"draft_depth": 8, "sliding_window": 8}, "`sliding_window` must be greater than 8, the positions of a"),
     ("hydra", {"sliding_window": 9}, "that of the layer over the prefix: set `prefix_attention: true`"),
     ("dflash2", {"conv_group_size": 12}, "conv_group_size`: must divide the target's hidden size, 32"),
-    ("dflash2", {"markov_rank": 4}, "markov_rank`: must be 0: the selector reads the token before"),
+    ("dflash2", {"markov_rank": 4}, "markov_rank`: must be 0: the selector reads the previous token"),
     ("dflash2", {"draft_vocab_size": 8}, "selector_top_k`: must be at most `draft_vocab_size`, 8"),
     ("dflash2", {"selector_top_k": 62}, "selector_top_k`: must be at most the target's vocabulary of 61"),
     ("parallel", {"loss": {"ce": 1, "lk_alpha": 1}}, "options.loss`: `lk_alpha` was removed: use `tv`"),
