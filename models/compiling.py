@@ -1,4 +1,4 @@
-"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs where there is CUDA, elsewhere one graph for all.
+"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs on CUDA, elsewhere one graph for all sizes.
 
 Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads it in seconds.
 """
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 def compiles_by_default(device: torch.device) -> bool:
-    """Return True if decoding is compiled here by default: small operations take longer to call than to compute.
+    """Return True if decoding on this device is compiled by default, which saves the calls of small operations.
 
-    It takes a C++ compiler, which inductor and Triton need; and `$DRAFTSMITH_COMPILE` is not 0.
+    That is so on CPU and CUDA with a C++ compiler, which inductor and Triton need, unless `$DRAFTSMITH_COMPILE` is 0.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def padded_rows(rows: int) -> int:
-    """Return the next power of two: few shapes, and at most twice the rows, which cost little."""
+    """Round a number of rows up to a power of two, so that few shapes are compiled."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -50,11 +50,11 @@ def allow_many_shapes() -> None:
 def compiled(
     function: Callable[..., Any], what: str, dynamic: Sequence[tuple[int, int, int]], backend: str = BACKEND
 ) -> Callable[..., Any]:
-    """Compile a function for the CPU as one graph for all sizes; `what` names it to the user.
+    """Compile a function for the CPU as one graph for all sizes; `what` is its name in messages.
 
     Args:
-        dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least. Nothing else about a
-            call is looked at.
+        dynamic: (index of the input, dimension, largest size) for each size that differs between calls; the smallest is
+            2. No other change of the inputs is checked.
 
     Raises (when it is called):
         UserError: It cannot be compiled.
@@ -84,18 +84,18 @@ def compiled(
 class Graphs:
     """A function of tensors, compiled once for every number of rows; on CUDA each is recorded as a CUDA graph.
 
-    Its inputs have separate memory, into which a call copies what it is given. The results are in memory that the
-    next call overwrites: copy what is kept longer. The function must give the same if it is called twice.
+    A call copies its arguments into separate input memory. The next call overwrites the memory of the results: copy
+    those that are kept longer. The function must return the same results if it is called twice.
 
     A graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer before
     it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. Where recording fails,
     the compiled function runs without a graph.
 
     Args:
-        function: Takes tensors on the device, whose first dimensions are rows.
-        what: Its name to the user.
-        must: Whether a function that cannot be compiled is an error. Otherwise it runs as it is, after a warning.
-        group: Functions that are compiled together or not at all; it joins them.
+        function: Takes tensors on the device; the first dimension of each is the rows.
+        what: Name of the function in messages.
+        must: Raise an error if the function cannot be compiled. By default warn, and run it uncompiled.
+        group: List of `Graphs` that this one joins: if one of them cannot be compiled, all run uncompiled.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Graphs:
         """Return the function's results for `rows` rows.
 
         Args:
-            inputs: On the device, or as `for_device` returns them; several tensors as one follow each other. Rows that
-                they do not have keep earlier values.
+            inputs: Tensors on the device or from `for_device`; a list of tensors is concatenated along the rows. Rows
+                that are missing up to `rows` keep the values of earlier calls.
 
         Raises:
-            UserError: The function cannot be compiled, and must be.
+            UserError: The function cannot be compiled, and `must` is set.
         """
         parts = [[each] if isinstance(each, Tensor) else each for each in inputs]
         if rows not in self._inputs:
@@ -141,7 +141,7 @@ class Graphs:
             except UserError as error:
                 if self._must:
                     raise
-                logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
+                logger.warning("%s; running without compilation", str(error).partition(": use eval.compile")[0])
                 for graphs in self._group:
                     graphs.works = False
         return self._function(*self._inputs[rows])
@@ -187,7 +187,7 @@ class Graphs:
 
 
 def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Record a CUDA graph of a call; return what replays it, and the results' memory, which a replay fills."""
+    """Record a CUDA graph of a call; return a function that replays it, and the results, which a replay overwrites."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

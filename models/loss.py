@@ -51,7 +51,7 @@ LARGE_GRADIENT_BYTES = 1 << 28
 
 
 class DrafterOutput(NamedTuple):
-    """The loss that is trained on, and sums per depth that add up over batches and processes."""
+    """The loss of a training step, and sums by depth that can be added over batches and processes."""
 
     loss: Tensor
     depth_loss_sum: Tensor  # [G] cross entropy in nats, summed over the labels that the head has
@@ -62,7 +62,7 @@ class DrafterOutput(NamedTuple):
 
     @property
     def depth_sums(self) -> Tensor:
-        """Return the losses, correct labels, labels, and labels that the head has, [4, G] float64 without gradient."""
+        """Return loss sums, correct labels, labels, and labels in the head, by depth: [4, G] float64, no gradient."""
         sums = (self.depth_loss_sum, self.depth_correct, self.depth_count, self.depth_count_in_head)
         return torch.stack([part.detach().double() for part in sums])
 
@@ -71,23 +71,23 @@ class DrafterOutput(NamedTuple):
 
 
 def ce(log_q: Tensor, labels: Tensor, log_p: Tensor | None = None) -> Tensor:
-    """Compute -log q(label)."""
+    """Compute the cross entropy -log q(label) of each row, [m]."""
     return F.nll_loss(log_q, labels, reduction="none")
 
 
 def kl(log_q: Tensor, labels: Tensor, log_p: Tensor) -> Tensor:
-    """Compute KL(p || q)."""
+    """Compute KL(p || q) of each row, [m]; p is the target's distribution, q the drafter's."""
     p = log_p.exp()
     return torch.linalg.vecdot(p, log_p) - torch.linalg.vecdot(p, log_q)
 
 
 def tv(log_q: Tensor, labels: Tensor, log_p: Tensor) -> Tensor:
-    """Compute the total variation, 1 - alpha: exactly zero at p = q, where 1 - sum(min) has a rounding error."""
+    """Compute the total variation 1 - alpha of each row, [m]; exactly 0 at p = q, unlike 1 - sum(min(p, q))."""
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
 def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
-    """Compute EAGLE's regression to the target's features, beta = 1, mean over D: [..., D] twice -> [...]."""
+    """Compute EAGLE's regression loss [...]: SmoothL1 (beta = 1) of features [..., D], mean over D."""
     dtype = softmax_dtype(features.dtype)
     return F.smooth_l1_loss(features.to(dtype), teacher_features.to(dtype), reduction="none").mean(-1)
 
@@ -99,7 +99,7 @@ LossWeights = Mapping[str, float]
 
 
 def loss_weights(loss: str | LossWeights) -> LossWeights:
-    """Return the weight of each loss, keys of `LOSSES`, from a recipe's value."""
+    """Return a recipe's `loss` as weights by the losses' names; a single name has weight 1."""
     return {loss: 1.0} if isinstance(loss, str) else loss
 
 
@@ -109,12 +109,12 @@ def has_teacher(loss: str | LossWeights) -> bool:
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Return True if waiting for a number of the tensor costs nothing."""
+    """Return True if the tensor is on the CPU, where reading a value does not wait for a device."""
     return tensor.device.type == "cpu"
 
 
 def is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [m] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
+    """Return [m] bool, True where a label is the argmax of its row. On a CPU, few argmaxes are computed."""
     if not is_on_cpu(logits):  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
@@ -124,17 +124,17 @@ def is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmaxes: fp32 at least."""
+    """Return the dtype in which softmaxes are computed: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def safe_denominator(counts: Tensor) -> Tensor:
-    """Return counts with 1 in place of 0; expected counts below 1 stay."""
+    """Replace counts of 0 by 1, so that they can be divisors; expected counts between 0 and 1 stay."""
     return torch.where(counts > 0, counts, 1)
 
 
 def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
-    """Return a few numbers in fp32 at least on a tensor's device, without waiting for that."""
+    """Return numbers as a tensor on the device of `tensor`, in fp32 at least, without waiting for the device."""
     return torch.as_tensor(numbers, dtype=softmax_dtype(tensor.dtype)).to(tensor.device, non_blocking=True)
 
 
@@ -142,7 +142,7 @@ def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """The target's final features and LM head, which give p for all rows."""
+    """The target's final features and LM head, from which losses compute p."""
 
     features_pd: Tensor  # [P, D] of all tokens
     head: nn.Linear  # [T, D]
@@ -151,7 +151,7 @@ class Teacher(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """Labelled rows that read one LM head; a row whose depth is smaller comes before the deeper ones of its group."""
+    """The labelled rows of one LM head, with labels and weights; the rows of a group are ordered by depth."""
 
     label_m: Tensor  # columns of the logits; below 0 where the head does not have the label
     weight_m: Tensor  # of the losses
@@ -163,17 +163,17 @@ class HeadRows(NamedTuple):
 
     @classmethod
     def flat(cls, label_m: Tensor, weight_m: Tensor, before_m: Tensor) -> "HeadRows":
-        """Return rows whose groups have one depth, without auxiliary losses."""
+        """Return rows for groups of one depth, without auxiliary losses."""
         depth_m = before_m.new_zeros(()).expand_as(before_m)
         return cls(label_m, weight_m, before_m, before_m, depth_m, before_m, weight_m)
 
     def at(self, rows: slice | Tensor) -> "HeadRows":
-        """Return some of the rows."""
+        """Return the rows that a slice or indices select."""
         return HeadRows(*(field[rows] for field in self))
 
 
 class HeadBlock(NamedTuple):
-    """Rows of a block, as an auxiliary loss reads them; the gradients of the first three reach the drafter."""
+    """Input of an auxiliary loss: tensors of a block of rows. The drafter gets gradients through the first three."""
 
     hidden_md: Tensor  # inputs of the LM head
     previous_mr: Tensor | None  # see `head_loss`
@@ -192,7 +192,7 @@ class AuxiliaryLoss(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """Losses of M rows through a head; only `loss` has a gradient."""
+    """Losses of M rows through an LM head; only `loss` has a gradient."""
 
     loss: Tensor  # [] weighted sum
     cross_entropy_m: Tensor  # in nats, whatever the loss; inf where the head does not have the label
@@ -211,29 +211,29 @@ def head_loss(
     parameters: Sequence[Tensor] = (),
     wrong_pg: Tensor | None = None,
 ) -> HeadLoss:
-    """Sum the weighted losses of rows through an LM head; the gradient reaches rows, head and further parameters.
+    """Sum the weighted losses of M rows through an LM head; `hidden_md`, head and `parameters` get gradients.
 
     Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on).
 
     Args:
         head: A linear layer [V, D] whose bias, if any, is frozen.
         hidden_md: Its inputs [M, D].
-        rows: In fp16 the weights should be about 1, and the sum be divided after: the gradient of logits is in fp16.
-        loss: A key of `LOSSES`, or weights of several.
-        teacher: For losses with a teacher (`has_teacher`), and for auxiliary losses that read it.
-        low_rank: [M, r] and [V, r], whose product is added to the logits.
-        shape: Applied to the head's product before `low_rank` is added.
-        auxiliary: Adds a loss to that of a block's rows.
+        rows: Labels and weights. In fp16, whose gradients underflow, use weights near 1 and divide the sum later.
+        loss: Name of a loss in `LOSSES`, or weights of several by name.
+        teacher: Gives p, for losses with a teacher (`has_teacher`) and auxiliary losses that read p.
+        low_rank: Factors [M, r] and [V, r] of a bias that is added to the logits (Markov head).
+        shape: Scale and cap of the head's product, applied before `low_rank` is added.
+        auxiliary: Returns an additional loss of a block of rows, or None.
         parameters: Trained parameters that only `auxiliary` reads.
-        wrong_pg: Bool [P, G], set where a row is wrong; a row after a wrong one of its group has no loss
-            (accept-until-fail training, 2607.01893). None: all rows have.
+        wrong_pg: Bool [P, G], set here to True where a prediction is wrong. Deeper rows of that group then have no
+            loss (accept-until-fail training, 2607.01893). None: all rows have a loss.
 
     Raises:
-        ValueError: The head is no linear layer or has a trained bias, or a loss has no teacher.
+        ValueError: The head is no linear layer or has a trained bias, or a loss needs a teacher and none is given.
     """
     linear, loss = _linear(head), loss_weights(loss)
     if has_teacher(loss) and teacher is None:
-        raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass it")
+        raise ValueError(f"loss `{' and '.join(loss)}` compares with the target's distribution: pass `teacher`")
     inputs, weights = [hidden_md], [linear.weight]
     if low_rank is not None:
         inputs, weights = [hidden_md, low_rank[0]], [linear.weight, low_rank[1]]
@@ -457,9 +457,9 @@ def _would_hold_two_large_gradients(weight: Tensor) -> bool:
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
     """Return the number of rows in a chunk, whose logits are in memory at the same time.
 
-    As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
-    would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
-    of its gradient, a much larger cost. On devices other than a CPU DEVICE_ROWS at least.
+    Their logits fill CHUNK_ELEMENTS, or a sixteenth of the head's size if that is more: products of fewer rows would
+    wait for the head to be read from memory. For a trained head it is half its size, since every chunk reads and writes
+    the head's whole gradient, which costs much more. On devices other than a CPU it is DEVICE_ROWS at least.
     """
     filling = min(MOST_ROWS, CHUNK_ELEMENTS // vocabulary)
     rows = max(1, filling, hidden_size // (2 if head_is_trained else 16))

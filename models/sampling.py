@@ -36,7 +36,7 @@ class Sampling:
         return self.temperature == 0
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Return logits [..., V] / temperature, up to a constant; finite even for the lowest temperatures."""
+        """Return logits [..., V] / temperature, shifted by a constant where low temperatures would give infinity."""
         numbers = torch.finfo(logits.dtype)
         if self.temperature >= LARGEST_LOGIT / numbers.max:
             return logits / self.temperature
@@ -65,7 +65,7 @@ class Sampling:
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return p / Exp(1) for p [..., V]: its argmax is a draw from p, its descending order draws without replacement.
+    """Divide p [..., V] by Exp(1) noise: the argmax is a draw from p, descending order draws without replacement.
 
     (Gumbel-max trick.)
     """
@@ -73,7 +73,7 @@ def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one token [...] from each distribution [..., V], by a uniform number in its cumulative sum; no host waits.
+    """Draw one token [...] from each distribution [..., V], by a uniform number in its cumulative sum, on the device.
 
     torch's `multinomial` draws a number for each token: ten times as long on a CPU, 2 ms for a vocabulary of 49,152.
     The sums are in fp64, in which probabilities of 1e-8 are not lost when added to a sum near 1.
@@ -93,5 +93,5 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
 
 
 def first_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Choose the next token from the target's logits [V] alone."""
+    """Choose the next token from the target's logits [V], without a drafter."""
     return int(largest(logits)) if sampling.greedy else draw(sampling.probabilities(logits), generator)

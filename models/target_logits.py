@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitShape:
-    """Scale and soft cap between an LM head's product and the logits."""
+    """Scale and soft cap that turn an LM head's product (the output of its linear layer) into logits."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the product is the logits."""
+        """Return True if the logits are the LM head's product itself, without scale or cap."""
         return self == PLAIN
 
     def __call__(self, product: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint: all that the architecture has and no others, or none; and their hashes."""
+"""Loading of checkpoints, whose tensors must be exactly those of the architecture; hashes of weights."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ WAYS_OUT = (
         "use a version of transformers that knows this model_type, or target.trust_remote_code=true if it brings its "
         "own code",
     ),
-    (r"pip install|requires the following packages|No module named", "install the package that it names"),
+    (r"pip install|requires the following packages|No module named", "install the package that is named here"),
 )
 # Messages of torch's allocators that raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
@@ -36,7 +36,7 @@ HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
 def read_pretrained(what: str, location: str, load: Any) -> Any:
-    """Call a `from_pretrained`; report its failures in one sentence.
+    """Call `load`, a `from_pretrained` without arguments; raise its failures as UserErrors of one sentence.
 
     Args:
         what: Name of the loaded model in messages, such as a key of the recipe.
@@ -69,7 +69,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def load_weights(what: str, location: str, model_class: Any, **options: Any) -> Any:
-    """Call `model_class.from_pretrained(location, **options)`; no tensor stays random and none is left over.
+    """Call `model_class.from_pretrained(location, **options)`; require every tensor of the model, and no other.
 
     Raises:
         UserError: A tensor is missing, not of this architecture or of another shape; the message names it.
@@ -96,18 +96,18 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
 def describe_differences(
     missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str
 ) -> str:
-    """Describe missing tensors, superfluous ones (in the words of `not_in`) and those of another shape."""
+    """Describe missing tensors, superfluous ones (as `not_in` says) and those of another shape, in words."""
     wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
     return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 
 
 def weights_sha256(folder: Path) -> dict[str, str]:
-    """Hash each weights file in a folder, by its name."""
+    """Return the SHA-256 of each weights file in a folder, by file name."""
     return {file.name: file_sha256(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def sampled_hash(files: Iterable[Path]) -> str:
-    """Hash sizes and samples of files, in a moment; another model in a file's place changes the hash."""
+    """Hash the sizes of files and samples of their bytes, which is fast; other weights change the hash."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
@@ -119,6 +119,6 @@ def sampled_hash(files: Iterable[Path]) -> str:
 
 
 def some_of(names: list[str]) -> str:
-    """Join the first few names, and count the rest."""
+    """Join the first few names, and say how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

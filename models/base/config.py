@@ -50,12 +50,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def kind(self) -> str:
-        """Return the recipe's `drafter.kind`."""
+        """Return the kind of drafter, `drafter.kind` in a recipe."""
         return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
     @property
     def hidden_size(self) -> int:
-        """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
+        """Return D, the target's hidden size. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)
 
     @property
@@ -65,12 +65,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def target_logits(self) -> LogitShape:
-        """Return the shape of the target's logits."""
+        """Return the scale and cap of the target's logits."""
         return LogitShape(self.target_logit_scale, self.target_logit_cap)
 
     @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config of the drafter's decoder layers, see `of_kind`, with the options that replace values."""
+        """Return the config values of the drafter's decoder layers (`of_kind`), with the options that replace some."""
         layers_of = of_kind(self.layers, self.target_config)
         if (rope := getattr(self, "rope", None)) is not None:
             layers_of["rope_parameters"] = dict(rope)
@@ -93,7 +93,7 @@ class DrafterConfig(PreTrainedConfig):
         """Make the config of a drafter from the target's config alone, without its weights.
 
         Raises:
-            UserError: As `Drafter.from_target`.
+            UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
         values = target_values(target_config)
         width, layers_width = embedding_width(values), values["hidden_size"]

@@ -38,12 +38,12 @@ ROWS_AT_ONCE = 1000
 
 
 class MarkovHead(nn.Module):
-    """Markov head: the bias of logits by the previous token, a matrix B = W1 W2 of low rank. DSpark's names.
+    """DSpark's Markov head: adds a bias to the logits by the previous token x, row x of B = W1 W2, of low rank.
 
     Args:
         vocabulary: V, the number of possible previous tokens.
         drafted: V', the number of columns of the logits.
-        rank: r.
+        rank: r, the width of W1 and the height of W2.
     """
 
     def __init__(self, vocabulary: int, drafted: int, rank: int) -> None:
@@ -55,17 +55,17 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def factors(self, previous_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias of N previous tokens [N] as its two factors, [N, r] and [V', r]."""
+        """Return [N, r] and [V', r], the factors of the logits' bias [N, V'] after N previous tokens [N]."""
         return self.markov_w1(previous_n), self.markov_w2.weight
 
     def forward(self, previous: Tensor) -> Tensor:
-        """Map tokens [...] to [..., V'], in the weights' dtype."""
+        """Map previous tokens [...] to the bias of the logits [..., V'], in the weights' dtype."""
         return self.markov_w2(self.markov_w1(previous))
 
 
 @dataclass(frozen=True)
 class VocabCoverage:
-    """Share of the training data's tokens with loss that a drafter can draft."""
+    """Coverage of a draft vocabulary: the share of the training tokens with loss that a drafter can draft."""
 
     size: int  # number of tokens that the drafter can draft
     vocabulary: int  # number of all tokens
@@ -73,20 +73,20 @@ class VocabCoverage:
     coverage: float
 
     def sentence(self) -> str:
-        """Return the sentence that the terminal shows."""
+        """Return the coverage as a sentence for the terminal."""
         sentence = (
             f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
             "answers' tokens"
         )
         if self.seen < self.size:
             return (
-                f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+                f"{sentence}; only {self.seen:,} occur in data: drafter.options.draft_vocab_size={self.seen} is enough"
             )
         return sentence
 
 
 def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
-    """Count how often each token carries loss, [V]."""
+    """Count in a dataset how often each token of the vocabulary carries loss, int64 [V]."""
     counts_v = torch.zeros(vocabulary, dtype=torch.int64)
     for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
         ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))
@@ -96,7 +96,7 @@ def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
 
 @dataclass
 class Attached:
-    """The target and its borrowed modules. A plain object: torch registers none of them as parts of the drafter."""
+    """The target and the modules borrowed from it. As a plain object, it registers none of them in the drafter."""
 
     target: PreTrainedModel
     embedding: nn.Module
@@ -105,7 +105,7 @@ class Attached:
 
 
 class DraftHeads(PreTrainedModel):
-    """Base of `Drafter`: what it borrows of its target, the tokens that it drafts, and its LM heads [V', D].
+    """Base of `Drafter`: the modules borrowed from the target, the draft vocabulary, and the LM heads [V', D].
 
     Its tensors are the buffers `d2t` and `t2d`, own heads (`lm_head`, or `lm_heads` for depths 1, 2, ...),
     `markov_head`, and the rows of the target's head.
@@ -122,7 +122,7 @@ class DraftHeads(PreTrainedModel):
         self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
 
     def add_draft_vocab(self, config: DrafterConfig) -> None:
-        """Add the maps of a reduced vocabulary, the lowest ids until data are counted, and the Markov head."""
+        """Add the Markov head, and `d2t` and `t2d` of a reduced vocabulary: its lowest ids until tokens are counted."""
         vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
         if drafted is not None:
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
@@ -140,7 +140,7 @@ class DraftHeads(PreTrainedModel):
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
 
         Raises:
-            UserError: As `DrafterConfig.check_same_target`.
+            UserError: The drafter was made for a target of another kind or size.
         """
         self.config.check_same_target(target)
         head, shape = target.get_output_embeddings(), logit_shape(target)
@@ -150,7 +150,7 @@ class DraftHeads(PreTrainedModel):
 
     @property
     def attached(self) -> Attached:
-        """Return the target and its parts.
+        """Return the attached target and the modules borrowed from it.
 
         Raises:
             ValueError: The drafter has no target.
@@ -163,33 +163,33 @@ class DraftHeads(PreTrainedModel):
 
     @property
     def own_heads(self) -> list[nn.Linear]:
-        """Return the linear layers that the drafter trains itself, for depths 1, 2, ... or one for all."""
+        """Return the LM heads that the drafter trains: one for each depth from 1, one for all, or none."""
         modules = self._modules
         return list(modules.get("lm_heads", [modules["lm_head"]] if "lm_head" in modules else []))
 
     @property
     def borrowed_head(self) -> nn.Linear:
-        """Return the target's frozen head, or the rows of it that are drafted."""
+        """Return the target's frozen LM head; with a reduced draft vocabulary only the rows of its tokens."""
         is_gathered = self.draft_ids is not None and not self.own_heads
         return self.reduced_head if is_gathered else self.attached.lm_head
 
     def head(self, depth: int = 0) -> nn.Linear:
-        """Return the linear layer that gives the logits of this depth, counted from 0."""
+        """Return the LM head of this depth, counted from 0: the drafter's own, or the target's."""
         heads = self.own_heads
         return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
 
     @property
     def logit_shape(self) -> LogitShape:
-        """Return the shape of a head's logits: the target's for its head, plain for own heads."""
+        """Return the scale and cap of the LM head's logits: the target's for its head, none for own heads."""
         return PLAIN if self.own_heads else self.attached.shape
 
     def head_logits(self, normed: Tensor, depth: int = 0) -> Tensor:
-        """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
+        """Map normed hidden states [..., D] to logits [..., V'] of this depth, without the Markov head's bias."""
         linear = self.head(depth)
         return self.logit_shape(linear(normed.to(linear.weight.dtype)))
 
     def teacher(self, features_pd: Tensor) -> Teacher:
-        """Return the target's distribution over the drafted tokens, from the features that its head reads."""
+        """Return the teacher, the target's distribution over the draft vocabulary, given its final features [P, D]."""
         # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
         if self.own_heads:
             return Teacher(features_pd, self.attached.lm_head, self.draft_ids, self.attached.shape)
@@ -197,14 +197,14 @@ class DraftHeads(PreTrainedModel):
 
     @torch.no_grad()
     def start_own_heads(self) -> None:
-        """Copy the target's rows into the drafter's own heads, scaled as the target scales their product."""
+        """Copy the rows of the target's LM head into the own heads, times the scale of the target's logits."""
         source, ids, scale = self.attached.lm_head.weight, self.draft_ids, self.attached.shape.scale
         for head in self.own_heads:
             head.weight.copy_(source if ids is None else source[ids]).mul_(scale)
 
     @torch.no_grad()
     def gather_head_rows(self) -> None:
-        """Gather the target's rows, if the drafter reads these, for the tokens that are drafted now."""
+        """Gather the draft vocabulary's rows of the target's LM head, if the drafter uses that head."""
         if self.draft_ids is None or self.own_heads:
             return
         source = self.attached.lm_head
@@ -227,24 +227,24 @@ class DraftHeads(PreTrainedModel):
 
     @property
     def columns(self) -> TokenColumns:
-        """Return the tokens of the columns of the decoders' logits."""
+        """Return the map from columns of the decoders' logits to token ids."""
         return ALL_TOKENS if self.draft_ids is None else TokenColumns(self.draft_ids, len(self.t2d))
 
     def label_columns(self, labels_m: Tensor) -> Tensor:
-        """Return the columns of the logits [M] for tokens [M], -100 for those that a head does not have."""
+        """Map label tokens [M] to columns of the logits [M], -100 for tokens outside the draft vocabulary."""
         if self.config.draft_vocab_size is None:
             return labels_m
         return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
 
     def prepare_draft_vocab(self, dataset: Dataset) -> None:
-        """Count the tokens with loss in the data, once, before the first step, and take the most frequent."""
+        """Count the data's tokens with loss, before the first step; make the most frequent the draft vocabulary."""
         if self.config.draft_vocab_size is not None:
             self.token_counts_v = supervised_token_counts(dataset, len(self.t2d))
             self.choose_draft_vocab(self.token_counts_v)
 
     @torch.no_grad()
     def choose_draft_vocab(self, token_counts_v: Tensor) -> None:
-        """Take the most frequent tokens, the lower id among equals, and the target's rows for them."""
+        """Make the most frequent tokens the draft vocabulary (among equals the lower ids); copy their head rows."""
         chosen = token_counts_v.sort(descending=True, stable=True).indices[: len(self.d2t)].sort().values
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()[chosen] = True
@@ -252,13 +252,13 @@ class DraftHeads(PreTrainedModel):
         self.gather_head_rows()
 
     def extend_draft_vocab(self, t2d: Tensor) -> None:
-        """Take the tokens that were counted, and after them those of another draft vocabulary, [V] booleans."""
+        """Fill the draft vocabulary with the counted tokens, then with those of another one, `t2d` [V] bool."""
         if self.token_counts_v is not None:
             self.choose_draft_vocab(2 * self.token_counts_v + t2d.cpu())
 
     @property
     def vocab_coverage(self) -> VocabCoverage | None:
-        """Return the share of the data that the drafter can draft; None for a full vocabulary, or before counting."""
+        """Return the draft vocabulary's coverage; None for a full vocabulary, or before tokens are counted."""
         counts_v = self.token_counts_v
         if counts_v is None:
             return None

@@ -73,14 +73,14 @@ class Drafter(DraftHeads):
 
     @property
     def kept_shares(self) -> list[float] | None:
-        """Return the share of each depth's rows that is computed, if training drops some at random."""
+        """Return for each depth the share of rows that training computes; None if it drops none at random."""
         return self.config.options.kept_shares if self.training else None
 
     # ---- features of the target ----
 
     @property
     def needs_teacher(self) -> bool:
-        """Return whether the loss compares with the target's distribution, so that it needs `teacher_features`."""
+        """Return whether the loss compares with the target's distribution and so needs `teacher_features`."""
         return has_teacher(self.config.loss) or self.needs_acceptance
 
     def training_features(
@@ -90,14 +90,14 @@ class Drafter(DraftHeads):
         positions_bs: Tensor | None = None,
         attention_mask_bs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return features [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D], from one forward."""
+        """Run the target; return features [B, S, F], and [B, S, D] for the loss's teacher (None without one)."""
         layers = required_layers(self)
         return split_features(self, target_features(target, ids_bs, attention_mask_bs, positions_bs, layers))
 
     # ---- training and decoding ----
 
     def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
-        """Return the groups of a batch: its labels, and the rows that are computed for them."""
+        """Return the groups of a batch: labels for each token, and the rows (query positions) to compute."""
         if position_ids is not None:  # no label is in another document than its group
             loss_mask = loss_mask.masked_fill(document_starts(position_ids.expand_as(input_ids)), 0)
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
@@ -107,14 +107,14 @@ class Drafter(DraftHeads):
         return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
 
     def active_rows(self, labels_bgs: Tensor) -> Tensor:
-        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
+        """Return a bool mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
         return active(labels_bgs, self.kept_shares, self.generator)
 
     def label_counts(self, groups: Groups) -> Tensor:
-        """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
+        """Count the labels of each depth, [2, G]: all of them, and those with a loss through the LM head.
 
-        The divisors of a batch's parts, on any number of processes, add up to the batch's. If rows are dropped at
-        random, the expected number is used, which is known before any part is computed.
+        The loss is divided by these counts. Counts of micro-batches and processes add up to those of the batch. If
+        rows are dropped at random, expected counts are used, which are known before any micro-batch is computed.
         """
         has_label_bgs = is_read_bgs = groups.labels_bgs != IGNORED_LABEL
         if self.config.draft_vocab_size is not None and not has_teacher(self.config.loss):
@@ -135,20 +135,20 @@ class Drafter(DraftHeads):
     ) -> DrafterOutput:
         """Return the training loss of all groups of a batch.
 
-        The loss of a row is that through the head, plus the kind's auxiliary loss. Each is a mean over the rows of its
-        depth, these weighted with the depth's share. Rows after their group's first error, whose weight is 0 with
-        `until_first_error`, are in the number of rows; so are labels outside the draft vocabulary, except where `ce` is
-        the only loss.
+        A row (one depth of a group) has a loss through the LM head, plus the kind's auxiliary loss. Each is averaged
+        over the rows of a depth, then weighted with the depth's share. The average also counts rows after their
+        group's first error (weight 0 with `until_first_error`) and labels outside the draft vocabulary; if `ce` is the
+        only loss, the latter are not counted.
 
         Args:
-            input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
-            features: [B, S, F] of the target, AT each token.
+            input_ids: [B, S]. Padding must be on the right, where causal attention does not see it.
+            features: [B, S, F], the target's features AT each token.
             loss_mask: [B, S], 1 at tokens that may be predicted.
-            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on.
-            teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
-                `features` are others (`needs_teacher`).
-            label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
-                to its loss. By default `label_counts(groups)`: these rows are all of it.
+            position_ids: [B, S], 0..S-1 by default; they start again at 0 in each packed document.
+            teacher_features: [B, S, D] final features, which the target's LM head reads. Required if the loss needs
+                them (`needs_teacher`) and `features` are of other layers.
+            label_counts: [2, G] counts of the whole batch, if this is a micro-batch of it: the micro-batches' losses
+                then add up to the batch's loss. By default `label_counts(groups)`, those of this batch alone.
             groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
@@ -190,18 +190,18 @@ class Drafter(DraftHeads):
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
-        `features` [B, S, F] are the target's AT each token; `previous_features` gives those that a group may read.
+        `features` [B, S, F] are the target's AT each token; a group may read only the `previous_features`.
         """
         raise NotImplementedError(f"{type(self).__name__}.hidden_states")
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
-        """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
+        """Yield for each LM head: the layer, the indices [M] of its labelled rows among all N, its inputs [M, D]."""
         raise NotImplementedError(f"{type(self).__name__}.head_inputs")
 
     def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss | None:
-        """Return a loss that a kind adds to that of some of an LM head's rows; by default none.
+        """Return the kind's additional loss of some rows of an LM head; by default None.
 
-        `features_pd` are what the target's head reads, if they are needed.
+        `features_pd` [P, D] are the target's final features; None if `forward` was called without.
         """
         return None
 
@@ -210,10 +210,10 @@ class Drafter(DraftHeads):
         raise NotImplementedError(f"{type(self).__name__}.decoder")
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Compute the logits of all groups that training compares with labels, [B, G, S, V], to compare with drafts.
+        """Compute the logits [B, G, S, V] that training compares with labels, to check those of decoding.
 
-        Where a depth reads drafted tokens it is given the true ones. -inf without a row, and for tokens outside a
-        reduced vocabulary.
+        A depth that reads draft tokens gets the true tokens. Logits are -inf where no row is computed, and for tokens
+        outside a reduced vocabulary.
         """
         groups, features = label_all_groups(self, input_ids, features, position_ids)
         places, logits = list[Tensor](), list[Tensor]()
@@ -228,10 +228,10 @@ class Drafter(DraftHeads):
 
     @classmethod
     def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
-        """Make the config of a new drafter for this target, which may be without weights.
+        """Make the config of a new drafter for this target, whose weights are not read (it may be on `meta`).
 
         Raises:
-            UserError: As `from_target`.
+            UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
         config, shape = cls.config_class.for_target(target.config, options), logit_shape(target)
         if not shape.is_plain:
@@ -256,7 +256,7 @@ class Drafter(DraftHeads):
         return drafter
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start from the target's own weights where that helps."""
+        """Initialise parameters from the target's weights, where the kind does so; by default none."""
 
     def freeze(self) -> Self:
         """Switch to drafting: eval mode, no gradients."""
@@ -266,7 +266,7 @@ class Drafter(DraftHeads):
 def label_all_groups(
     drafter: Drafter, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
 ) -> tuple[Groups, Tensor]:
-    """Return groups of tokens [B, S] with all G labels, and features [B, S + G, F]: G tokens 0 follow these."""
+    """Append G tokens 0 to [B, S], so that all groups have G labels; return groups and features [B, S + G, F]."""
     num_depths = drafter.config.num_depths
     ids, features = F.pad(input_ids, (0, num_depths)), F.pad(features, (0, 0, 0, num_depths))
     if position_ids is not None:
@@ -276,7 +276,7 @@ def label_all_groups(
 
 
 def sum_heads(groups: Groups, heads: Sequence[tuple[HeadRows, HeadLoss]], unit: Tensor) -> DrafterOutput:
-    """Return the loss of a step and its sums by depth, over all heads; `unit` is a factor of all weights."""
+    """Sum losses and counts by depth over all LM heads; the loss is divided by `unit`, a factor of all weights."""
     batch, num_depths, length = groups.labels_bgs.shape
     losses, nats, correct = (list(parts) for parts in zip(*(result for _, result in heads), strict=True))
     depth_m, group_m = torch.cat([rows.depth_m for rows, _ in heads]), torch.cat([rows.group_m for rows, _ in heads])

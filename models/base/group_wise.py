@@ -34,44 +34,44 @@ from draftsmith.recipes.schema import MOST_DEPTHS
 
 
 class GroupWiseOptions(DrafterOptions):
-    """Options of all kinds that are trained on groups."""
+    """Options of drafters that are trained on groups, a token and the rows after it (`models/groups`)."""
 
     attention: Attention = "folded"
     sliding_window: SlidingWindow = None
 
     @property
     def rows_of_draft(self) -> int:
-        """Return the number of rows of a group, or of a path of a draft tree, which all see each other."""
+        """Return the length of a group or of a path of a draft tree, the longer one; a sliding window must hold it."""
         return max(self.num_depths, getattr(self, "draft_depth", None) or 0)
 
     @model_validator(mode="after")
     def _window_holds_a_draft(self) -> Self:
         if self.sliding_window is not None and self.sliding_window <= self.rows_of_draft:
-            raise ValueError(f"`sliding_window` must be greater than {self.rows_of_draft}, the rows of a draft")
+            raise ValueError(f"`sliding_window` must be greater than {self.rows_of_draft}, the positions of a draft")
         return self
 
 
 class OneForwardOptions(GroupWiseOptions, DepthOptions):
-    """Options of all kinds whose depths come from one forward."""
+    """Options of drafters that draft all depths in one forward."""
 
     markov_rank: int = Field(
         0,
         ge=0,
         description="rank of a Markov head (DSpark), which makes a draft token's logits depend on the draft "
         "token before it, at the cost of one product of this width per draft token (DSpark's: 256 for a target "
-        "of 8B); 0: none. Not in the papers of the other kinds, and no engine serves those with it",
+        "of 8B); 0: none. Other kinds' papers do not have it, and no engine serves them with it",
     )
 
 
 class MaskOptions(OneForwardOptions):
-    """Options of all kinds with masks."""
+    """Options of drafters that read K [MASK]s after the newest token."""
 
     num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K, the number of [MASK]s; a round drafts K+1 tokens")
     keep_ratio: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="train [MASK]_j at a random share keep_ratio**j of the positions (P-EAGLE), for memory; 1: "
+        description="train [MASK]_j at a random share keep_ratio**j of the positions (P-EAGLE), to save memory; 1: "
         "at all positions",
     )
     keep_ratio_min: float = Field(
@@ -93,7 +93,7 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return the target's padding token, or the last of its vocabulary if it pads with a token that ends answers."""
+    """Return a token id that texts lack: padding, or the vocabulary's last id if padding is missing or ends answers."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     ends = target_config.get("eos_token_id")
     is_end = padding in (ends if isinstance(ends, list) else [ends])
@@ -122,7 +122,7 @@ MaskTokenId = Annotated[
 
 
 def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
-    """Build a check of `feature_layers` that replaces None by the default for the target's number of layers."""
+    """Build a validator of `feature_layers` that replaces None by `default(the target's number of layers)`."""
 
     def check(layers: list[int] | None, info: ValidationInfo) -> list[int]:
         if layers is None:
@@ -133,9 +133,9 @@ def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
 
 
 class GroupWiseDrafter(Drafter):
-    """Base of drafters that are trained on groups.
+    """Base of drafters that are trained on groups: a token, then K masks or its own drafts.
 
-    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`); it may replace the layers and add an
+    A kind defines the layers' inputs (`real_inputs`, `mask_inputs`); it may replace the layers and add an
     `auxiliary_loss`.
     """
 
@@ -154,13 +154,13 @@ class GroupWiseDrafter(Drafter):
 
     @property
     def takes_target_layers(self) -> bool:
-        """Return True if its layers start as some of the target's."""
+        """Return True if the drafter's layers start with the weights of some of the target's layers."""
         return self.config.init == "target" and self.config.layers == "target"
 
     # ---- training ----
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the hidden states of the active rows before the final norm, [N, D]."""
+        """Return the hidden states [N, D] of the N computed rows, before the final norm."""
         previous_bsf = previous_features(features, groups.position_ids)
         newest_ne = self.real_inputs(groups.input_ids, previous_bsf).flatten(0, 1).index_select(0, groups.token_n)
         masks_ke, hidden_ne = self.mask_inputs(), newest_ne
@@ -180,21 +180,21 @@ class GroupWiseDrafter(Drafter):
     # ---- shared by training and decoding ----
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Compute inputs [..., E] from the newest tokens x_t [...] and h_{t-1} [..., F]."""
+        """Compute the layers' inputs [..., E] from newest tokens x_t [...] and target features h_{t-1} [..., F]."""
         raise NotImplementedError
 
     def mask_inputs(self) -> Tensor | None:
-        """Return the inputs [K, E] of [MASK]_1..K, or None for kinds without masks."""
+        """Return the layers' inputs [K, E] for [MASK]_1..K, or None for kinds without masks."""
         return None
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the number of tokens that a row attends to, up to and including its own position; None: all."""
+        """Return the number of tokens that a query attends to, up to and including its own position; None: all."""
         return self.config.sliding_window
 
     @property
     def mask_residual(self) -> bool:
-        """Return True if a mask reads its group's newest token too: its input is added."""
+        """Return True if the newest token's input is added to the input of each mask of its group."""
         return getattr(self.config, "mask_residual", False)
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
@@ -202,19 +202,19 @@ class GroupWiseDrafter(Drafter):
         return self.real_inputs(input_ids, feedback)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Any) -> Tensor:
-        """Run the layers, [1, N, E] -> [1, N, D]; `attention` is theirs, see `attend` in `groups/attention.py`."""
+        """Run the decoder layers on inputs [1, N, E]; return [1, N, D]. They call `attention.attend`."""
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=rotary, row_attention=attention)
         return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Map [..., D] to the logits [..., V'] of `columns`."""
+        """Map the layers' outputs [..., D] to logits [..., V'], by the final norm and the LM head."""
         return self.head_logits(self.norm(hidden))
 
     # ---- decoding ----
 
     def cpu_layers(self) -> CpuLayers | None:
-        """Return the layers as one call on a CPU; None if `CpuLayers` does not support them."""
+        """Return the layers as a `CpuLayers`, one C++ call on a CPU; None if that does not support them."""
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
             return None
@@ -222,22 +222,22 @@ class GroupWiseDrafter(Drafter):
         return CpuLayers.of(list(self.layers), self.norm, head, self.layers_config)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
-        """Draft all depths in one forward of the masks; kinds without masks grow a tree, `draft_depth` levels deep."""
+        """Make a decoder: with masks one forward drafts all depths, else a tree grows `draft_depth` levels deep."""
         if self.mask_inputs() is None:
             return TreeDecoder(self, max_length_tokens, self.config.draft_depth)
         return self.with_markov_head(ParallelDecoder(self, max_length_tokens))
 
     def with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
-        """Wrap a decoder so that the Markov head, if any, adds to its logits by the previous token."""
+        """Wrap a decoder so that the Markov head's bias is added to its logits; without such a head return it as is."""
         return decoder if self.markov_head is None else MarkovDecoder(decoder, self)
 
 
 def embeddings_of(target: PreTrainedModel) -> Tensor:
-    """Return the embeddings [V, D] of all tokens, scaled where the target scales them."""
+    """Return the target's embeddings [V, D] of all tokens, with its scale of embeddings, if any."""
     return target.get_input_embeddings()(torch.arange(target.config.vocab_size, device=target.device))
 
 
 def draw_near_mean_embedding(masks_kd: Tensor, target: PreTrainedModel) -> None:
-    """Fill with normal values around the target's mean embedding, as widely spread as all its embeddings are."""
+    """Fill [K, D] with normal values: the target's mean embedding, and the standard deviation of all embeddings."""
     embedding_vd = embeddings_of(target).to(masks_kd.dtype)
     masks_kd.normal_(0.0, embedding_vd.std().item()).add_(embedding_vd.mean(0))

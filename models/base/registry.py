@@ -1,7 +1,7 @@
 """Drafters by name: the class that `drafter.kind` stands for, and trained drafters from their folders or the Hub.
 
-On the Hub it is `user/repo` or `user/repo@revision`, fetched into the Hub's cache and used like a folder. What else is
-in their repository, in separate folders (exports, pictures), is not fetched.
+A drafter on the Hub is `user/repo` or `user/repo@revision`: its files are downloaded into the Hub's cache and used like
+a folder. Subfolders of its repository (exports, pictures) are not downloaded.
 """
 
 import importlib
@@ -45,7 +45,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training."""
+    """Content of `training.json`, the record of a training."""
 
     steps: int
     history: list[dict[str, float]]
@@ -68,8 +68,8 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
-        UserError: The kind does not exist, and the message lists the existing ones; or a trained drafter of it could
-            not be loaded, since its config has another `model_type`.
+        UserError: The kind does not exist (the message lists those that do), or its config class has a `model_type`
+            with which a trained drafter could not be loaded.
     """
     kinds, file = drafter_kinds(), f"models/drafters/{kind}.py"
     if kind not in kinds:
@@ -92,7 +92,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
     """Check a target's config and a kind's options, before any weight is loaded.
 
     Raises:
-        UserError: As `load_drafter_class` and `Drafter.from_target`.
+        UserError: There is no such kind, an option is wrong, or the target's architecture is not supported.
     """
     drafter_class = load_drafter_class(kind)
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
 
 
 def drafter_kinds() -> list[str]:
-    """Return the names of the files of `models/drafters/` that define a `DRAFTER`."""
+    """Return the kinds of drafters: the names of the files of `models/drafters/` that define a `DRAFTER`."""
     files = sorted(DRAFTERS.glob("*.py"))
     return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
 
@@ -121,7 +121,7 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
     """Load a trained drafter on the CPU, attached to no target; `auto` is the dtype it was saved in.
 
     Raises:
-        UserError: As `load_drafter`.
+        UserError: The folder holds no drafter, or its weights are damaged or not those that training wrote.
     """
     place = drafter_place(folder) if isinstance(folder, str) else folder
     kind = check_as_trained(place)
@@ -136,7 +136,7 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
 
 
 def read_training(folder: Path) -> Training:
-    """Read `training.json`.
+    """Read a drafter folder's `training.json`.
 
     Raises:
         UserError: The file is damaged.
@@ -186,21 +186,21 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
     """Return the folder of a drafter; a Hub repository is downloaded first, as by `fetch_drafter`.
 
     Raises:
-        UserError: As `fetch_drafter`, or the Hub repository holds no drafter.
+        UserError: There is no such folder or Hub repository, or the repository holds no drafter.
     """
     folder = fetch_drafter(location, what)
     if is_published(location) and not is_drafter(folder):
         raise UserError(
             f"{what} {location}: this Hub repository holds no draftsmith drafter: name another; if it is published for "
-            f"an engine, `draftsmith import RECIPE --from {location} --to FOLDER`, and name FOLDER"
+            f"an engine, run `draftsmith import RECIPE --from {location} --to FOLDER`, then name FOLDER"
         )
     return folder
 
 
 def fetch_drafter(location: str, what: str) -> Path:
-    """Return the folder that is named, or to which the Hub repository is downloaded, without a look inside.
+    """Return the folder `location`, or download the Hub repository and return its folder; check no contents.
 
-    Within one process a Hub id means one commit; without a connection, the commit downloaded before.
+    Within one process a Hub id stands for one commit; without a connection, for the commit downloaded before.
 
     Args:
         what: Name of the drafter in messages, such as a key of the recipe.
@@ -211,7 +211,7 @@ def fetch_drafter(location: str, what: str) -> Path:
     folder, published = expand_home(location), hub_id(location)
     if folder.is_dir() or published is None:
         return folder
-    with hub_errors(f"{what} {location} cannot be loaded (it is no folder here, so a Hub id)", published[0]):
+    with hub_errors(f"{what} {location} cannot be loaded (it is no folder, so it is read as a Hub id)", published[0]):
         return _fetched(*published)
 
 

@@ -28,9 +28,9 @@ STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, ar
 
 
 class CachedAttention(KVCache):
-    """The KV cache of a drafter's layers, and their attention over it; mask: of the current forward, [R, S] additive.
+    """KV cache of a drafter's layers, with the layers' attention over it.
 
-    Without a mask the rows are a sequence's first, in causal order.
+    `mask` [R, S] is added to the scores in the current forward; None: its rows are a sequence's first, in causal order.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class CachedAttention(KVCache):
         self.mask: Tensor | None = None
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""
+        """Store new keys and values [1, Hkv, R, Dh]; attend with queries [1, H, R, Dh]; return [1, R, H, Dh]."""
         keys, values = self.update(self.layers[layer_index], (k_bhrd, v_bhrd))
         if self.mask is None:
             out = F.scaled_dot_product_attention(
@@ -64,18 +64,18 @@ class CachedAttention(KVCache):
 
 
 class CachedDecoder:
-    """Base of the kinds' decoders: one sequence at a time, its pending tokens, its cache and its positions.
+    """Base of decoders with a drafter's layers: holds one sequence's queued tokens, KV cache and positions.
 
-    Compiled, a draft is one graph whatever its context: new tokens fill the first of `STATIC_TOKENS` rows, and rows
+    When compiled, all drafts run the same graph: new tokens fill the first of `STATIC_TOKENS` rows, and rows
     attend to the whole cache, of which a mask hides what they do not see. The other rows' keys and values go to the
     cache's last column, which no row sees.
 
     Args:
         drafter: Has `layers_config`, `reads_first_token`, `sliding_window`, `real_inputs`, `run_layers`, `rotary_of`,
             `logits_of`, as `GroupWiseDrafter` has.
-        max_length_tokens: Committed tokens that fit, the prompt included.
-        extra_rows: Drafted rows that one forward, or one tree, may hold after them.
-        skipped: Number of first tokens that have no row; None: as the drafter reads its first token, or not.
+        max_length_tokens: Largest number of committed tokens, the prompt included.
+        extra_rows: Largest number of draft rows after them, in one forward or one tree.
+        skipped: Number of first tokens without a row; None: 0 if the drafter reads its first token, else 1.
     """
 
     _reads_hidden = True  # whether a forward in one call returns hidden states, not logits alone
@@ -101,9 +101,9 @@ class CachedDecoder:
         self._compiled_together: list[Graphs] = []
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the forwards of a round, before the first sequence; prompts are read as before.
+        """Compile the forwards of a round; call it before the first sequence. Prompts stay uncompiled.
 
-        Where RoPE's angles depend on the length they are not in a table, and nothing is compiled.
+        Nothing is compiled if RoPE's angles depend on the length, as these are in no table.
         """
         self._backend, self._is_compiled = backend, self._angles is not None
         if self._is_compiled:
@@ -122,7 +122,7 @@ class CachedDecoder:
     # ---- a sequence ----
 
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
-        """Begin a sequence. ids [P], features [P, F] AT them."""
+        """Start a sequence: queue its prompt, ids [P] with the target's features [P, F] AT these tokens."""
         previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         self._begin_sequence(prompt_ids[self._skipped :], previous[self._skipped :])
 
@@ -133,7 +133,7 @@ class CachedDecoder:
             self._cpu_layers.refresh()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Queue n >= 1 final tokens [n] with the features [n, F] that predicted them."""
+        """Queue n >= 1 committed tokens [n], with the target's features [n, F] that predicted them."""
         self._pending.append((committed_ids, features))
 
     def _take_pending(self) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class CachedDecoder:
         length = self._cache.length + len(ids)
         if length > self._max_length_tokens:
             raise ValueError(
-                f"{length} tokens, but decoder(max_length_tokens={self._max_length_tokens}): make it larger"
+                f"{length} tokens are more than decoder(max_length_tokens={self._max_length_tokens}): make it larger"
             )
         self._pending = []
         return ids, features

@@ -3,10 +3,10 @@
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
 that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is a `PathDecoder` too).
 
-Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `PathDecoder`, which changes them
-by the tokens of a path (`MarkovDecoder`), and `TreeDecoder`, which grows a tree level by level: a queue of final tokens
-and a KV cache of their rows (`cached_layers.py`). Nothing is ever rolled back: committed tokens are final, and the rows
-of drafted ones are overwritten.
+Three decoders run decoder layers, with a queue of committed tokens and a KV cache of their rows (`cached_layers.py`):
+`ParallelDecoder` drafts all depths in one forward; `PathDecoder` changes these by the tokens of a path
+(`MarkovDecoder`); `TreeDecoder` grows a tree level by level. Nothing is ever rolled back: committed tokens are final,
+and the rows of draft tokens are overwritten.
 
 Shapes: G depths, P prompt, n newly committed tokens, W tree nodes of one call, M nodes so far, D hidden, F features, V
 the target's vocabulary, V' columns of the logits.
@@ -30,11 +30,11 @@ class TokenColumns:
     """Map from the columns of a drafter's logits to token ids: of the whole vocabulary, or of a draft vocabulary.
 
     A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Trees are made of
-    these columns and name the target's tokens; only what verification samples against is made V wide.
+    these columns and name the target's tokens; only the distributions that verification needs are made V wide.
 
     Args:
-        ids: [V'] the target's ids of the columns, ascending; None: all of its tokens, in order.
-        vocabulary: V, where there are `ids`.
+        ids: [V'] the target's token ids of the columns, ascending; None: all of its tokens, in order.
+        vocabulary: V, needed only with `ids`.
     """
 
     def __init__(self, ids: Tensor | None = None, vocabulary: int = 0) -> None:
@@ -48,18 +48,18 @@ class TokenColumns:
         return self.ids is None or token in self._known
 
     def tokens(self, columns: list[int]) -> list[int]:
-        """Return the target's ids of columns; -1, for no column, stays -1."""
+        """Return the target's token ids of columns; -1, for no column, stays -1."""
         return columns if self.ids is None else [self._tokens[column] for column in columns]
 
     def widened(self, values: Tensor, elsewhere: float) -> Tensor:
-        """Widen [..., V'] to [..., V], with `elsewhere` for the tokens that have no column."""
+        """Widen values [..., V'] to the target's vocabulary [..., V]; tokens without a column get `elsewhere`."""
         if self.ids is None:
             return values
         wide = values.new_full((*values.shape[:-1], self._vocabulary), elsewhere)
         return wide.index_copy_(-1, self._ids_on(values.device), values)
 
     def device_tokens(self, columns: Tensor) -> Tensor:
-        """Return the target's ids of columns [n], which exist, on their device."""
+        """Return the target's token ids of columns [n], on their device; no column may be -1."""
         return columns if self.ids is None else self._ids_on(columns.device).index_select(0, columns)
 
     def _ids_on(self, device: torch.device) -> Tensor:
@@ -73,7 +73,7 @@ ALL_TOKENS = TokenColumns()
 
 
 class SequenceDecoder(Protocol):
-    """A drafter while it decodes one sequence. `start` and `observe` only queue.
+    """A drafter while it decodes one sequence. `start` and `observe` only queue tokens; drafting runs the drafter.
 
     The caller is in `torch.inference_mode` whenever it calls a decoder.
     """
@@ -81,17 +81,17 @@ class SequenceDecoder(Protocol):
     columns: TokenColumns  # what its logits are of
 
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
-        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i.
+        """Start a sequence. prompt_ids [P]; features [P, F] of the target, row i AT prompt token i.
 
-        `observe` follows before the first draft: the target predicts the token after the prompt.
+        Call `observe` before the first draft, with the token that the target predicts after the prompt.
         """
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Queue n >= 1 final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+        """Queue n >= 1 committed tokens [n], with features [n, F]: row i is the one that PREDICTED committed_ids[i]."""
 
 
 class DrafterDecoder(SequenceDecoder, Protocol):
-    """Drafts all depths from one forward: a depth's logits do not depend on the tokens drafted before it."""
+    """Decoder that drafts all depths in one forward: a depth's logits do not depend on the tokens drafted before it."""
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward."""
@@ -99,27 +99,27 @@ class DrafterDecoder(SequenceDecoder, Protocol):
 
 @runtime_checkable
 class StepwiseDecoder(SequenceDecoder, Protocol):
-    """Drafts a tree level by level: a node's children depend on the tokens of the path to it."""
+    """Decoder that drafts a tree level by level: a node's children depend on the tokens of the path to it."""
 
     num_depths: int  # the longest path worth drafting
 
     def begin(self) -> Tensor:
-        """Run the queued tokens. fp32 logits [1, V'] of the children of node 0, the newest committed token."""
+        """Run the queued tokens; return fp32 logits [1, V'] for the children of node 0, the newest committed token."""
 
     def expand(self, tokens: Any, parents: list[int]) -> Tensor:
-        """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
+        """Add W nodes, one below each of `parents`; return fp32 logits [W, V'] for their children.
 
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or a tensor
-        on the decoder's device.
+        Nodes are numbered 1, 2, ... in the order in which they are added after `begin`. The tokens are a list, or a
+        tensor on the decoder's device.
         """
 
 
 @runtime_checkable
 class Compilable(Protocol):
-    """A decoder whose rounds `torch.compile` can run."""
+    """A decoder whose forwards `torch.compile` can compile."""
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the forwards of a round, before the first sequence."""
+        """Compile the forwards of a round; call it before the first sequence."""
 
 
 # ---- the decoders made of cached decoder layers ----
@@ -130,7 +130,7 @@ class GrowingTree:
 
     Args:
         num_depths: Nodes of this depth have no children.
-        limit: Reason for that limit, for the error.
+        limit: Reason for that limit, for the error message.
     """
 
     def __init__(self, num_depths: int = LONGEST_TREE_NODES, limit: str = "") -> None:
@@ -143,7 +143,7 @@ class GrowingTree:
         self.depths, self.parents = [0], []
 
     def grow(self, parents: Sequence[int]) -> list[int]:
-        """Add W nodes below `parents`; return their depths.
+        """Add W nodes, one below each of `parents`; return their depths.
 
         Raises:
             ValueError: A parent does not exist, or a new node would be at depth `num_depths` or deeper.
@@ -156,7 +156,7 @@ class GrowingTree:
                 "smaller `branch` or `max_depth` of the method"
             )
         if not known or max(parents) >= known:
-            raise ValueError(f"parents {parents} must be among the {known} nodes there are: begin() first")
+            raise ValueError(f"parents {parents} must be among the tree's {known} nodes: call begin() first")
         depths = [self.depths[parent] + 1 for parent in parents]
         if max(depths) >= self._num_depths:
             raise ValueError(f"a node at depth {max(depths)} has no children: {self._limit}")
@@ -166,7 +166,7 @@ class GrowingTree:
 
 
 class ParallelDecoder(CachedDecoder):
-    """The decoder of group-wise drafters with masks; see `DrafterDecoder`."""
+    """The decoder of drafters with masks, which drafts all depths in one forward; see `DrafterDecoder`."""
 
     _reads_hidden = False
 
@@ -181,13 +181,13 @@ class ParallelDecoder(CachedDecoder):
 
 
 class PathDecoder:
-    """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
+    """A `StepwiseDecoder` over a decoder that drafts all depths in one forward, which `begin` runs.
 
-    So `expand` costs next to nothing, however wide a level is. Subclasses add the effect of the previous token in
-    `_after`.
+    `expand` runs no layer, so that wide levels cost next to nothing. Subclasses add the effect of the previous token
+    in `_after`.
 
     Args:
-        decoder: Runs the one forward.
+        decoder: The `DrafterDecoder` that runs the forward.
     """
 
     def __init__(self, decoder: Any, drafter: Any) -> None:
@@ -197,7 +197,7 @@ class PathDecoder:
         self._tree = GrowingTree(self.num_depths, f"{self.num_depths} depths are drafted")
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the one forward, where it can be; what follows it is a few small operations."""
+        """Compile the forward of the wrapped decoder, if it can be compiled; the rest is a few small operations."""
         if isinstance(self._decoder, Compilable):
             self._decoder.compile(backend)
 
@@ -210,13 +210,13 @@ class PathDecoder:
         self._newest_1 = committed_ids[-1:]
 
     def begin(self) -> Tensor:
-        """Return fp32 logits [1, V'] of the children of the newest committed token."""
+        """Run the forward; return fp32 logits [1, V'] for the children of the newest committed token."""
         self._draft()
         self._tree.begin()
         return self._after(self._newest_1, slice(0, 1))
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
-        """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
+        """Add W nodes, one below each of `parents`; return fp32 logits [W, V'] for their children."""
         depths = self._tree.grow(parents)
         return self._after(to_device(tokens, self._device), to_device(depths, self._device))
 
@@ -230,7 +230,7 @@ class PathDecoder:
 
 
 class MarkovDecoder(PathDecoder):
-    """Decoder that adds the Markov head's bias by the previous token."""
+    """`PathDecoder` that adds the Markov head's bias, given the previous token, to the wrapped decoder's logits."""
 
     def _draft(self) -> None:
         self._logits_gv = self._decoder.draft()
@@ -242,11 +242,11 @@ class MarkovDecoder(PathDecoder):
 class TreeDecoder(CachedDecoder):
     """The decoder of drafters that read their own output (EAGLE); see `StepwiseDecoder`.
 
-    A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
-    reads its parent's output (`drafted_inputs`) in place of the target's feature.
+    The position of a draft node is that of the newest committed token plus the node's depth. It sees all committed
+    tokens and its ancestors, and reads its parent's output (`drafted_inputs`) in place of the target's feature.
 
-    Of a level the outputs of all nodes stay on the device; compiled, its nodes are padded to a power of two, and the
-    next level overwrites the padding. On a CPU the levels of a tree inside the window are calls of `CpuLayers`.
+    The outputs of all nodes stay on the device. Compiled, a level is padded to a power of two nodes, and the next level
+    overwrites the padding. On a CPU a level of a tree inside the window is one call of `CpuLayers`.
     """
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
@@ -264,14 +264,14 @@ class TreeDecoder(CachedDecoder):
             self._levels = self._graphs(self._run_level)
 
     def begin(self) -> Tensor:
-        """Return fp32 logits [1, V'] of the children of the newest committed token."""
+        """Run the queued tokens; return fp32 logits [1, V'] for the children of the newest committed token."""
         newest_1d, logits_1v = self._read_pending()
         self._outputs[:1].copy_(newest_1d)
         self._tree.begin()
         return logits_1v
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
-        """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
+        """Run W new nodes, one below each of `parents`; return fp32 logits [W, V'] for their children."""
         first, nodes, length = len(self._tree.depths), len(parents), self._cache.length
         positions = [length - 1 + depth for depth in self._tree.grow(parents)]
         if self._levels is None and self._is_one_call(nodes):

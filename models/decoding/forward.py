@@ -6,7 +6,7 @@ How a forward of nodes runs is chosen when it is made:
 * compiled (`Compiler`), if the recipe says so. On CUDA shapes and addresses are the same in every round, so that
   graphs are recorded: trees are padded to a few sizes, and rows attend to the whole cache, of which a mask hides what
   they do not see; `cuda_attention.py` does not read hidden columns. On a CPU one compiled function serves all sizes;
-* else as the model is.
+* else by the model's own, uncompiled forward.
 
 In 16-bit floats kernels for one row and for eight give different bits, and nearly equal logits change places. If every
 forward has the same number of rows, a row has the same bits in a plain step and in a draft tree.
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiler:
-    """How forwards are compiled.
+    """Settings by which a `Forward` is compiled.
 
-    backend: of `torch.compile`. must: whether a model that cannot be compiled is an error, or runs as it is after a
-    warning. is_static: whether trees are padded to a few sizes, over the whole cache; None: on CUDA. same_size: whether
-    they are padded to one size, plain steps too; None: on CUDA in 16-bit floats.
+    backend: of `torch.compile`. must: whether a model that cannot be compiled is an error; if not, it runs uncompiled
+    after a warning. is_static: whether trees are padded to a few sizes, over the whole cache; None: on CUDA.
+    same_size: whether trees and plain steps are padded to one size; None: on CUDA in 16-bit floats.
     """
 
     backend: Any = BACKEND
@@ -66,12 +66,12 @@ class Compiler:
 
 
 class Forward:
-    """The forwards of a causal language model that reads and writes a KV cache.
+    """Forwards of a causal language model over a KV cache: of prompts, and of the nodes of draft trees.
 
     Args:
-        model: In eval mode; any that takes a 4-D attention mask and a transformers `Cache`.
+        model: A model in eval mode that takes a 4-D attention mask and a transformers `Cache`.
         feature_layers: Layers whose hidden states are returned, see `FeatureTap`.
-        compiler: How forwards of nodes are compiled, unless they run in one call; None: they are not.
+        compiler: Settings to compile forwards of nodes, unless they run in one C++ call; None: they stay uncompiled.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Forward:
         self._tap.close()
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
-        """Return the hidden states of other layers from now on.
+        """Set the layers whose hidden states later forwards return.
 
-        A compiled forward reads all that were ever requested; new ones are compiled from scratch.
+        A compiled forward reads all layers requested so far; it is compiled from scratch if new ones are requested.
         """
         self._wanted, read = feature_layers, feature_layers
         if self.compiler is not None:
@@ -127,7 +127,7 @@ class Forward:
     # ---- prompts ----
 
     def read_prompt(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Forget the sequence and read the first tokens of another; the last one's logits [1, V], features [N, F]."""
+        """Start a new sequence with its prompt; return the last token's logits [1, V], and features [N, F]."""
         self.cache.length = 0
         if self.states is not None:
             self.states.reset()
@@ -158,16 +158,16 @@ class Forward:
     def __call__(
         self, tokens: Sequence[int], parents: tuple[int, ...], depths: Sequence[int], drafted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the last N nodes of a tree; logits [N, V], which the next forward may overwrite, and features [N, F].
+        """Run the last N nodes of a tree; return logits [N, V], valid until the next forward, and features [N, F].
 
         Args:
-            tokens: [N] token ids. Those that the host does not know may be missing at the end.
-            parents: [M], see `seen_nodes`; the first M - N nodes ran before.
-            depths: [N], of the nodes: their positions, from the end of the committed tokens on.
-            drafted: The missing tokens, on the device.
+            tokens: [N] token ids, or only the first of them: the others are given as `drafted`.
+            parents: [M] parent of each node, see `seen_nodes`; the first M - N nodes ran before.
+            depths: [N] depth of each node: its position, counted from the end of the committed tokens.
+            drafted: The other token ids, a tensor on the device, so that the host need not wait for them.
 
         Raises:
-            UserError: The tree is too large, or the model cannot be compiled and must be.
+            UserError: The tree is too large, or the model cannot be compiled and `Compiler.must` is set.
         """
         num_rows, length = len(depths), self.cache.length
         first, end = length + len(parents) - num_rows, length + len(parents)
@@ -204,7 +204,7 @@ class Forward:
         return logits, self._features(features)
 
     def run_chain(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
-        """Run a chain of tokens from this position on, each of which sees those before it; else as `__call__`."""
+        """Run a chain of tokens from position `first` on, each of which sees all before it; return as `__call__`."""
         end = first + len(tokens)
         self.cache.write_at(first, end)
         logits = self._logits(to_device(tokens, self.device), self._column_s[first:end], None)
@@ -245,7 +245,7 @@ class Forward:
     # ---- compiled ----
 
     def keep_sizes(self) -> None:
-        """Run larger trees than so far without compilation from now on, so that no compilation is timed."""
+        """Compile for no further tree sizes: larger trees run uncompiled, so that no compilation is timed."""
         self._grows = False
 
     def _size_of(self, num_rows: int) -> int:
@@ -281,7 +281,7 @@ class Forward:
         except UserError as error:
             if self.compiler.must:
                 raise
-            logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
+            logger.warning("%s; running without compilation", str(error).partition(": use eval.compile")[0])
             self.compiler = None
             return None
         return logits[:num_rows], self._features(features[:num_rows])
@@ -311,7 +311,7 @@ class Forward:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's view of a `KVCache`, for transformers."""
+    """One layer's view of a `KVCache`, in the form that transformers expects."""
 
     is_sliding = False
     supports_early_init = False
@@ -321,7 +321,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self._cache, self._index, self._num_layers, self.is_compileable = cache, index, num_layers, is_static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take this layer's part of the cache's memory, which the first layer makes. Both [1, G, N, D]."""
+        """Take this layer's part of the cache, which the first layer allocates. Keys and values are [1, G, N, D]."""
         cache = self._cache
         if not cache.layers:
             cache.allocate(self._num_layers, key_states, value_states)
@@ -337,7 +337,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [1, G, N, D]; return those that the rows attend to."""
+        """Write new keys and values [1, G, N, D] into the cache; return those that the rows attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None

@@ -32,10 +32,10 @@ def aligned(columns: int) -> int:
 
 @lru_cache(maxsize=4096)
 def seen_nodes(parents: tuple[int, ...], num_rows: int) -> Tensor:
-    """Return [N, M] bool on the host: which of M tree nodes each of the last N sees: its ancestors and itself.
+    """Return a bool mask [N, M] on the host: the last N of M tree nodes each see their ancestors and themselves.
 
     Args:
-        parents: [M] index of each node's parent; negative: the parent is a committed token.
+        parents: [M] number of each node's parent; negative: the parent is a committed token.
     """
     # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13 nodes,
     # 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
@@ -50,15 +50,15 @@ def seen_nodes(parents: tuple[int, ...], num_rows: int) -> Tensor:
 def hidden_columns(
     column_s: Tensor, position_n: Tensor, length: int | Tensor, seen_nm: Tensor | None, window: int | None = None
 ) -> Tensor:
-    """Return [N, S] bool, True for the columns that a row does not see; token t of the sequence is at column t.
+    """Return a bool mask [N, S], True where a row must not attend to a column of the KV cache.
 
     Args:
-        column_s: The columns, ascending.
-        position_n: The rows' positions in the sequence.
-        length: Number of committed tokens, which every row sees, and the column of the tree's first node.
-        seen_nm: As `seen_nodes`, numbers or bool, on the columns' device. None: rows are in causal order.
-        window: Number of tokens that a row sees, up to and including its own position; None: all. No tree is as deep,
-            so that only committed tokens are outside.
+        column_s: Numbers [S] of the columns, ascending; token t of the sequence is at column t.
+        position_n: Positions [N] of the rows in the sequence.
+        length: Number of committed tokens, which every row sees; the tree's first node is at this column.
+        seen_nm: Mask [N, M] from `seen_nodes`, int or bool, on the columns' device. None: rows are in causal order.
+        window: Number of tokens that a row sees, up to and including its own position; None: all. It must exceed the
+            depth of the tree, so that only committed tokens are outside.
     """
     if seen_nm is None:
         hidden = column_s > position_n[:, None]
@@ -74,7 +74,7 @@ def hidden_columns(
 
 
 def additive_mask(hidden_ns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask [N, S] that is added to scores, with aligned rows, as CUDA's kernels need them."""
+    """Turn a bool mask [N, S] (True: hidden) into one to add to scores, with rows aligned for CUDA's kernels."""
     rows, columns = hidden_ns.shape
     mask = torch.zeros(rows, aligned(columns), dtype=dtype, device=hidden_ns.device)[:, :columns]
     return mask.masked_fill_(hidden_ns, torch.finfo(dtype).min)
@@ -108,9 +108,9 @@ _pinned_numbers = _PinnedNumbers()
 
 
 def for_device(values: Any, device: torch.device) -> Tensor:
-    """Return a tensor, or nested lists of integers as an int64 tensor, in memory that is copied without a wait.
+    """Return a tensor (or nested lists of ints, as int64) in pinned memory if it is to be copied to CUDA.
 
-    A copy from ordinary memory waits for all that a GPU has to do; one from pinned memory joins the queue.
+    A copy from ordinary memory waits until the GPU has done all its work; one from pinned memory is queued.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda" or tensor.device == device:
@@ -119,7 +119,7 @@ def for_device(values: Any, device: torch.device) -> Tensor:
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """Return a tensor, or nested lists of integers of equal lengths as an int64 tensor, on the device."""
+    """Return a tensor (or nested lists of ints, as int64) on the device; the copy does not wait for the GPU."""
     tensor = for_device(values, device)
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
@@ -128,13 +128,13 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of all layers, of one sequence: token t is at column t.
+    """KV cache of all layers for one sequence; token t is at column t.
 
-    The first `length` tokens are committed. A forward writes its rows where `write_at` says, after these; they are kept
-    by `keep`, or overwritten by the next forward.
+    The first `length` tokens are committed. A forward writes the keys and values of its rows after these, where
+    `write_at` says; `keep` commits rows, and the next forward overwrites the others.
 
     Args:
-        tokens: Most tokens of a sequence, including the rows that a forward writes after it.
+        tokens: Largest number of tokens, the rows that a forward writes after the sequence included.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -146,23 +146,23 @@ class KVCache:
         self._columns_seen = 0
 
     def allocate(self, num_layers: int, key: Tensor, value: Tensor) -> None:
-        """Make the memory, for keys and values like these [1, G, n, D]."""
+        """Allocate the memory; `key` and `value` [1, G, n, D] are examples for sizes, dtype and device."""
         self.keys, self.values = (
             part.new_zeros(num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value)
         )
         self.layers = [(self.keys[index], self.values[index]) for index in range(num_layers)]
 
     def write_at(self, first: int | Tensor, columns_seen: int) -> None:
-        """Make the next forward write its rows, and attend to the first `columns_seen` columns.
+        """Set the columns that the next forward writes, and how many of the first columns it attends to.
 
         Args:
-            first: The column of the first of adjacent rows; or of each row [N], where graphs are recorded.
-            columns_seen: 0: the rows attend to themselves alone.
+            first: Column of the first row, if rows are adjacent; or columns [N] of all rows, for CUDA graphs.
+            columns_seen: Number of columns; 0: the rows attend only to the rows of this forward.
         """
         self.first, self._columns_seen = first, columns_seen
 
     def update(self, held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [1, G, N, D] into those it holds; return those to attend to."""
+        """Write new keys and values [1, G, N, D] into `held`, a layer's memory; return those to attend to."""
         first = self.first
         for part, rows in zip(held, new, strict=True):
             if isinstance(first, Tensor):
@@ -181,7 +181,7 @@ class KVCache:
         self.length += new
 
     def keep(self, path: Sequence[int]) -> None:
-        """Commit these rows (ascending) of the ones that follow the committed tokens; forget the others."""
+        """Commit the rows of `path` (ascending numbers, from the end of the committed tokens); drop all others."""
         if path and path[-1] >= len(path):  # some accepted rows must move
             if self.keys.device.type == "cpu" and has_kernels():
                 for part in (self.keys, self.values):

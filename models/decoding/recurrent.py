@@ -29,7 +29,7 @@ TOLERANCE_FRAC = 0.25  # of the difference that a mistake makes
 
 
 class StateLayer(LinearAttentionLayer):
-    """The states of one layer for R sequences, of which a forward reads and writes the selected ones."""
+    """Recurrent states of one layer for R sequences. A forward reads and writes those of the selected sequences."""
 
     def __init__(self, sequences: int, number_of_states: int) -> None:
         super().__init__(number_of_states)
@@ -37,7 +37,7 @@ class StateLayer(LinearAttentionLayer):
         self.held: dict[tuple[str, int], Tensor] = {}  # by name and number, [R, ...]
 
     def lazy_initialization(self, *tensors: Any, state_idx: int = 0, **options: Any) -> None:
-        """Make the memory for all sequences, for states like those of the selected ones."""
+        """Allocate states for all R sequences, in the sizes of `tensors`, the states of the selected sequences."""
         super().lazy_initialization(*tensors, state_idx=state_idx, **options)
         for name in ("conv_states", "recurrent_states"):
             state = getattr(self, name)[state_idx]
@@ -46,20 +46,20 @@ class StateLayer(LinearAttentionLayer):
                 getattr(self, name)[state_idx] = self.held[name, state_idx][self._selected]
 
     def select(self, sequences: slice, are_new: bool = False) -> None:
-        """Select the sequences whose states the next forwards read and write: all are new, or none is."""
+        """Select sequences whose states the next forwards read and write; `are_new`: all of them are new sequences."""
         self._selected = sequences
         for (name, number), held in self.held.items():
             getattr(self, name)[number] = held[sequences]
             self.has_previous_state[number] = not are_new
 
     def move(self, source: int, destination: int) -> None:
-        """Copy a sequence's states into the place of another."""
+        """Copy the states of sequence `source` over those of sequence `destination`."""
         for held in self.held.values():
             held[destination] = held[source]
 
 
 class StateAndAttentionLayer(StateLayer, CacheLayerMixin):
-    """A layer with states and attention side by side, as in Falcon-H1; `attention` caches its keys and values."""
+    """Cache of a layer with recurrent states and attention, as in Falcon-H1; `attention` caches its keys and values."""
 
     is_sliding = False
 
@@ -109,7 +109,7 @@ def state_layers(layers: Sequence[Any]) -> list[StateLayer]:
 
 
 class ChainStates:
-    """The states of one sequence while chains are run and accepted in part.
+    """The recurrent states of one sequence, while draft chains are run and partly accepted.
 
     unread: committed tokens that the states have not read.
     """
@@ -156,7 +156,7 @@ def chains_only(target: PreTrainedModel | PreTrainedConfig) -> str | None:
     if not has_recurrent_layers(target):
         return None
     config = target if isinstance(target, PreTrainedConfig) else target.config
-    return f"the target's recurrent layers ({architecture(config)}) keep one state, which reads one path of tokens"
+    return f"the target's recurrent layers ({architecture(config)}) keep one state, which holds one path of tokens"
 
 
 @torch.no_grad()

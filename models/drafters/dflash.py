@@ -68,7 +68,7 @@ SampleFromAnchor = Annotated[
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Return up to five of L layers, evenly from the second to the third-last; of few layers, to the second-last."""
+    """Return up to five of L layers, evenly from the second to the third-last; with few layers, to the second-last."""
     last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
@@ -81,10 +81,10 @@ class DFlashConfig(DrafterConfig):
     first_token = False
 
     class Options(OneForwardOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: dflash`: the keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
-            6, ge=2, le=MOST_DEPTHS, description="rows of a block, including the newest token's (published: 7 to 16)"
+            6, ge=2, le=MOST_DEPTHS, description="positions in a block, with the newest token's (published: 7 to 16)"
         )
         num_layers: NumLayers = 3
         sample_from_anchor: SampleFromAnchor = False
@@ -126,7 +126,7 @@ class DFlashConfig(DrafterConfig):
 
 
 class DFlashDrafter(GroupWiseDrafter):
-    """The drafter q; see the module's docstring."""
+    """DFlash's drafter q: one forward over a block of masks drafts all depths."""
 
     config_class = DFlashConfig
 
@@ -136,7 +136,7 @@ class DFlashDrafter(GroupWiseDrafter):
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Initialise, with `init: target`: c near the mean of the features, the layers from the target's.
+        """Initialise with `init: target`: context c near the mean of the features, layers from the target's.
 
         The target's layers are spread evenly from first to last, if they are like Qwen 3's apart from q/k norms: a
         block enters as embeddings and leaves as features.
@@ -157,7 +157,7 @@ class DFlashDrafter(GroupWiseDrafter):
     # ---- training ----
 
     def active_rows(self, labels_bgs: Tensor) -> Tensor:
-        """Return the rows of whole blocks, and of the context before the last of them, [B, 1 + block_size, S]."""
+        """Return a bool mask [B, 1 + block_size, S] of the rows to compute: whole blocks, and context before them."""
         blocks_bs = labels_bgs[:, 0] != IGNORED_LABEL
         if self.training and self.config.anchor_ratio < 1:
             drawn_bs = torch.rand(blocks_bs.shape, generator=self.generator, device=blocks_bs.device)
@@ -166,7 +166,7 @@ class DFlashDrafter(GroupWiseDrafter):
         return torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the rows of blocks before the final norm, and c for the rows of the context, [N, D]."""
+        """Return [N, D]: hidden states of blocks' rows before the final norm, and the context c in context rows."""
         of_context, of_blocks = groups.rows_of_depths(1, groups.shape[1] - 1)
         context_c, block_n = of_context[0], of_blocks[0]
         # The context's row at token t is h_{t-1}, at its own position; row k of a block is k after its anchor.
@@ -191,26 +191,26 @@ class DFlashDrafter(GroupWiseDrafter):
     # ---- shared by training and decoding ----
 
     def context_of(self, features: Tensor) -> Tensor:
-        """Map features [..., F] to the context c [..., D]."""
+        """Map the target's features [..., F] to the context c [..., D], which every layer reads."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """Return embeddings [..., D] of tokens [...]."""
+        """Return the target's embeddings [..., D] of tokens [...]."""
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
 
     def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
-        """Return the inputs [..., block_size, D] of blocks that begin with these tokens [...], given `mask_inputs`."""
+        """Return the inputs [..., block_size, D] of blocks: newest tokens [...], then masks, given `mask_inputs`."""
         newest = self.embedded(newest_ids).unsqueeze(-2)
         masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
         return torch.cat([newest, masks], dim=-2)
 
     def mask_inputs(self) -> Tensor:
-        """Return the mask's embedding once for each mask, [block_size - 1, D]."""
+        """Return the mask token's embedding, repeated for each mask of a block: [block_size - 1, D]."""
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
     def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Compute a draft's tensors from the layers' outputs [G, D]: here the fp32 logits [G, V'] of its tokens."""
+        """Compute what a decoder reads of the layers' outputs [G, D]: here fp32 logits [G, V'] of the draft tokens."""
         return (self.logits_of(hidden).float(),)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
@@ -219,10 +219,10 @@ class DFlashDrafter(GroupWiseDrafter):
 
 @torch.no_grad()
 def start_layer_from(layer: Any, source: Any) -> None:
-    """Copy the weights of a layer of the target.
+    """Copy the weights of `source`, a layer of the target, into `layer`.
 
-    q/k norms that it lacks start with the spread that its queries and keys have for features of random directions, so
-    that scores keep their size.
+    If the target has no q/k norms, their weights start as the spread of its queries and keys for inputs of random
+    directions, so that attention scores keep their size.
     """
     mine, theirs = layer.state_dict(), source.state_dict()
     for name, value in theirs.items():
@@ -236,7 +236,7 @@ def start_layer_from(layer: Any, source: Any) -> None:
 
 
 class ContextLayers:
-    """Projection of a context to the keys and values of all layers in one product, cheaper than L small ones.
+    """Projection of the context to the keys and values of all layers in one product, faster than one per layer.
 
     Built in each training step, as it copies the layers' current weights, which have no biases.
     """
@@ -249,7 +249,7 @@ class ContextLayers:
         self._eps, self._shape = attention[0].k_norm.variance_epsilon, (len(attention), 2, -1, attention[0].head_dim)
 
     def __call__(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return rotated keys, and values, [L, B, Hkv, n, Dh] each, from c [B, n, D] and cos and sin [B, n, Dh]."""
+        """Map c [B, n, D], with RoPE's cos and sin [B, n, Dh], to rotated keys and values [L, B, Hkv, n, Dh]."""
         keys_values = F.linear(context, self._weight).unflatten(-1, self._shape).permute(2, 3, 0, 4, 1, 5)
         keys, values = keys_values.unbind(1)
         keys = F.rms_norm(keys, keys.shape[-1:], eps=self._eps) * self._norms
@@ -261,7 +261,7 @@ class ContextLayers:
 
 
 class BlockDecoder(CachedDecoder):
-    """A `DrafterDecoder` that keeps only the keys and values of the context.
+    """A `DrafterDecoder` for blocks. Its cache keeps the keys and values of the context alone.
 
     Features of new committed tokens become keys and values of each layer, appended to the cache; then one forward over
     the rows of a block drafts all depths. A block's own keys and values follow the context's: the next round overwrites
@@ -282,11 +282,11 @@ class BlockDecoder(CachedDecoder):
         self._begin_sequence(prompt_ids, features[:-1])
 
     def draft(self) -> Tensor:
-        """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
+        """Return fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over R rows."""
         return self.outputs()[0]
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Run the next block and return `block_outputs` of its rows."""
+        """Read the queued tokens, run the next block, and return its `block_outputs`."""
         ids, features = self._take_pending()
         if self._has_graph(len(features)):
             outputs: tuple[Tensor, ...] = self._run_graph(ids[-1:], features)

@@ -69,9 +69,9 @@ class DFlash2Config(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash2"
 
     class Options(DFlashConfig.Options):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: dflash2`: the keys of `drafter.options` in a recipe."""
 
-        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector reads the token before")] = Field(
+        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector reads the previous token")] = Field(
             0, description="always 0: the selector reads the previous token instead"
         )
         conv_kernel_size: int = Field(
@@ -100,7 +100,7 @@ class DFlash2Config(DFlashConfig):
 
 
 class GroupedConvolution(nn.Module):
-    """The convolutions before and after one sublayer."""
+    """The convolutions over a block's rows before and after one sublayer (attention or MLP)."""
 
     def __init__(self, hidden_size: int, block_size: int, taps: int, group_size: int) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class GroupedConvolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
 
     def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sublayer's input [1, N, D] and the kernels for `after`, from rows after its norm [1, N, D]."""
+        """Convolve normed rows [1, N, D]; return the sublayer's input [1, N, D], and `deltas` for `after`."""
         deltas = self.kernel_projection(hidden).unflatten(-1, (2, len(self.base_kernel[0]), -1))
         return self._convolved(hidden, deltas[..., 0, :, :], 0), deltas[..., 1, :, :]
 
     def after(self, hidden: Tensor, deltas: Tensor) -> Tensor:
-        """Convolve `hidden`, a sublayer's output [1, N, D], along N, with the kernel changed by `deltas`."""
+        """Convolve the sublayer's output [1, N, D] along N, with the base kernel plus the rows' `deltas`."""
         return self._convolved(hidden, deltas, 1)
 
     def _convolved(self, hidden: Tensor, deltas: Tensor, side: int) -> Tensor:
@@ -131,7 +131,7 @@ class GroupedConvolution(nn.Module):
 
 
 class ConvolvedLayer(Qwen3DecoderLayer):
-    """Qwen 3's decoder layer with a convolution around each of its sublayers."""
+    """Qwen 3's decoder layer with convolutions before and after attention and MLP."""
 
     def __init__(self, config: Any, layer_idx: int, options: DrafterConfig) -> None:
         super().__init__(config, layer_idx)
@@ -139,7 +139,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):
         self.attention_conv, self.mlp_conv = GroupedConvolution(*shape), GroupedConvolution(*shape)
 
     def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
-        """Map rows [1, N, D] to [1, N, D]."""
+        """Map the rows' hidden states [1, N, D] to the layer's output [1, N, D]."""
         read, deltas = self.attention_conv.before(self.input_layernorm(hidden_states))
         attended, _ = self.self_attn(hidden_states=read, attention_mask=None, **attention)
         hidden_states = hidden_states + self.attention_conv.after(attended, deltas)
@@ -148,7 +148,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):
 
 
 class CandidateSelector(nn.Module):
-    """The selector's parameters A, B and H, with the published names."""
+    """The selector's parameters A, B and H (see the module's head), under their published names."""
 
     def __init__(self, hidden_size: int, vocabulary: int, rank: int) -> None:
         super().__init__()
@@ -159,18 +159,18 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocabulary, rank))
 
     def gates(self, normed: Tensor) -> Tensor:
-        """Map final-normed rows [..., D] to H h [..., r]."""
+        """Map rows h after the final norm [..., D] to the selector's gates H h [..., r]."""
         return self.hidden_projection(normed.to(self.hidden_projection.weight.dtype))
 
     def edges(self, gates_nr: Tensor, before_n: Tensor, candidates_nk: Tensor) -> Tensor:
-        """Return the terms [N, K], fp32 at least, that the tokens before [N] add to the candidates' logits."""
+        """Return the scores [N, K], fp32 at least, that previous tokens [N] add to the logits of K candidates."""
         context_nr = F.embedding(before_n, self.predecessor_codebook) * gates_nr
         successors_nkr = F.embedding(candidates_nk, self.successor_codebook)
         return torch.einsum("nr,nkr->nk", context_nr, successors_nkr).to(softmax_dtype(gates_nr.dtype))
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """The drafter q; see the module's docstring."""
+    """DFlash 2's drafter q: DFlash's block with convolutions, and a selector of paths."""
 
     config_class = DFlash2Config
 
@@ -195,7 +195,7 @@ class DFlash2Drafter(DFlashDrafter):
     # ---- training ----
 
     def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss:
-        """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
+        """Return the selector's loss of a block of labelled rows, and whether the selector chooses the label."""
         rows, gates_mr = block.rows, self.candidate_selector.gates(block.hidden_md)
         known_m, labels_m = rows.label_m >= 0, rows.label_m.clamp(min=0)
         columns_mk = block.logits_mv.detach().topk(self.config.selector_top_k).indices
@@ -220,18 +220,18 @@ class DFlash2Drafter(DFlashDrafter):
     # ---- shared by training and decoding ----
 
     def candidates(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the K most likely columns of final-normed rows [..., D], their logits [..., K], and gates [..., r]."""
+        """Return the K likeliest columns and their logits [..., K], and gates [..., r], of normed rows [..., D]."""
         values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given the `candidates` of N rows."""
+        """Return fp32 scores [N, K] of N rows' candidates after previous tokens [N]; `rows` comes from `candidates`."""
         columns_nk, values_nk, gates_nr = rows
         tokens_nk = columns_nk if self.draft_ids is None else self.draft_ids[columns_nk]
         return values_nk + self.candidate_selector.edges(gates_nr, before_n, tokens_nk)
 
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """Return the same scores as logits [N, V'], -inf except at the candidates."""
+        """Return the scores of `scores_after` as logits [N, V'], -inf except at the candidates."""
         scores_nk = self.scores_after(rows, before_n)
         shape = len(scores_nk), self.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
@@ -244,7 +244,7 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 class CandidateDecoder(PathDecoder):
-    """A `StepwiseDecoder` over a block, whose logits are the candidates' scores given the previous token."""
+    """A `StepwiseDecoder` over a block's forward; its logits are the candidates' scores after the previous token."""
 
     def _draft(self) -> None:
         self._rows = self._decoder.outputs()

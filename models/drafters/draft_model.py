@@ -26,7 +26,7 @@ class DraftModelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "draft_model"
 
     class Options(GroupWiseOptions):
-        """The keys of `drafter.options` in a recipe. Layers of the target that it starts from are spread evenly."""
+        """Options of `drafter.kind: draft_model`. Layers of the target that it starts from are spread evenly."""
 
         num_layers: NumLayers = 2
         draft_depth: DraftDepth = 5
@@ -35,12 +35,12 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(GroupWiseDrafter):
-    """The draft model q; see the module's docstring."""
+    """The draft model q: decoder layers of the target's kind that read tokens only."""
 
     config_class = DraftModelConfig
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Copy, with `init: target`, evenly spread layers of the target, first to last, and its final norm."""
+        """With `init: target`, copy layers of the target, evenly spread from first to last, and its final norm."""
         if not self.takes_target_layers:
             return
         source = target.base_model
@@ -50,7 +50,7 @@ class DraftModel(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return inputs [..., E] of tokens [...]; nothing else is read."""
+        """Return the layers' inputs, embeddings [..., E] of tokens [...]; features are not read."""
         return self.attached.embedding(input_ids).to(self.dtype)
 
 
@@ -60,7 +60,7 @@ def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool)
     For transformers' assisted generation and for serving engines: `save_pretrained` it with the tokenizer.
 
     Args:
-        drafter: Reads embeddings only.
+        drafter: A drafter whose layers read embeddings only.
         tied: Whether embedding and head are one tensor.
     """
     config = copy.deepcopy(target.config)

@@ -36,13 +36,13 @@ class DSparkConfig(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dspark"
 
     class Options(DFlashConfig.Options):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: dspark`: the keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
             5,
             ge=2,
             le=MOST_DEPTHS,
-            description="rows of a block, including the newest token's, and number of tokens it drafts (published: 7)",
+            description="positions in a block, with the newest token's, and number of tokens it drafts (published: 7)",
         )
         sample_from_anchor: SampleFromAnchor = True
         markov_rank: int = Field(
@@ -61,7 +61,7 @@ class DSparkConfig(DFlashConfig):
 
 
 class ConfidenceHead(nn.Module):
-    """A linear map of [h; W1[x]] to a logit, which starts at 0, a confidence of 0.5."""
+    """A linear map of hidden state and previous token, [h; W1[x]], to a logit; it starts at 0, a confidence of 0.5."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class ConfidenceHead(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, normed: Tensor, token_before: Tensor) -> Tensor:
-        """Map [..., D] and [..., r] to [...], in fp32 at least."""
+        """Map normed states [..., D] and W1 of previous tokens [..., r] to logits [...], in fp32 at least."""
         read = torch.cat([normed, token_before.to(normed.dtype)], dim=-1)
         return self.proj(read.to(self.proj.weight.dtype)).squeeze(-1).to(torch.promote_types(read.dtype, torch.float32))
 
 
 class DSparkDrafter(DFlashDrafter):
-    """The drafter q; see the module's docstring."""
+    """DSpark's drafter q: DFlash's block with a Markov head, and a confidence head."""
 
     config_class = DSparkConfig
 
@@ -88,7 +88,7 @@ class DSparkDrafter(DFlashDrafter):
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
 
     def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss | None:
-        """Return the confidence head's loss of the rows that the loss through the LM head reads."""
+        """Return the confidence head's loss of a block of labelled rows; None without a confidence head."""
         if not self.needs_acceptance:
             return None
         assert block.log_p_mv is not None

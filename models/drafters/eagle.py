@@ -40,7 +40,7 @@ NOISE_LENGTH = 512
 
 
 class EagleLayerOptions(GroupWiseOptions):
-    """Options of EAGLE's own flavour and ParallelSpec's; `loss` is the distance of the distributions."""
+    """Options of EAGLE and of ParallelSpec's EAGLE flavour; `loss` compares q with the target's distribution."""
 
     class_weight: float = Field(
         0.1, ge=0, description="w_cls, the weight of `loss`, relative to 1 for the regression of the features"
@@ -62,13 +62,13 @@ class EagleConfig(DrafterConfig):
     published_as = "eagle-1"  # vLLM looks for `eagle-`
 
     class Options(EagleLayerOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: eagle`: the keys of `drafter.options` in a recipe."""
 
         draft_depth: DraftDepth = 5
 
 
 class EagleDrafter(GroupWiseDrafter):
-    """The drafter q, and layer and loss of ParallelSpec's EAGLE flavour; see the module's docstring."""
+    """EAGLE's drafter q, a layer that regresses features; base of ParallelSpec's EAGLE flavour."""
 
     config_class: type[DrafterConfig] = EagleConfig
 
@@ -90,7 +90,7 @@ class EagleDrafter(GroupWiseDrafter):
         return super().hidden_states(groups, self.with_noise(groups, features))
 
     def with_noise(self, groups: Groups, features: Tensor) -> Tensor:
-        """Add uniform noise to the features that are read, in training only."""
+        """Add uniform noise to the features that the layer reads, in training only."""
         if not self.training or self.config.feature_noise == 0:
             return features
         dtype, device = self.fc.weight.dtype, features.device
@@ -100,7 +100,7 @@ class EagleDrafter(GroupWiseDrafter):
         return noise.sub_(0.5).mul_(width_bs1).add_(features)
 
     def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss:
-        """Return the regression to the target's features, of all labelled rows."""
+        """Return the SmoothL1 loss of labelled rows' outputs against the target's features."""
         if features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
         target_md = features_pd.index_select(0, block.rows.before_m)
@@ -109,7 +109,7 @@ class EagleDrafter(GroupWiseDrafter):
     # ---- shared by training and decoding ----
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return inputs [..., E] from x_t [...] and h_{t-1} [..., D]."""
+        """Return the layer's inputs [..., E] from newest tokens x_t [...] and features h_{t-1} [..., D]."""
         dtype = self.fc.weight.dtype
         embedded = self.attached.embedding(input_ids)
         return self.fc(torch.cat([embedded.to(dtype), previous_features.to(dtype)], dim=-1))

@@ -53,7 +53,7 @@ INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Return EAGLE-3's 2, L/2, L-3 for a target of L layers, moved apart where L is too small for them to ascend."""
+    """Return EAGLE-3's layers 2, L/2 and L-3 for a target of L layers, moved apart if L is too small."""
     middle = max(num_layers // 2, 1)
     low, high = min(2, middle - 1), max(num_layers - 3, middle + 1)
     return [layer for layer in (low, middle, high) if layer < num_layers]
@@ -98,12 +98,12 @@ class Eagle3ShapeConfig(DrafterConfig):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer of the target's kind that reads a token and a feature side by side.
+    """A decoder layer of the target's kind whose attention reads a token's embedding and a feature, concatenated.
 
     Args:
-        layer: transformers' layer; its parts become this one's, under their own names.
-        initializer_range: Standard deviation of the new projections.
-        norm_before_residual: Whether the attention is added to the normed feature.
+        layer: transformers' layer, whose modules this layer takes over under the same names.
+        initializer_range: Standard deviation of the random weights of the widened projections.
+        norm_before_residual: Whether attention is added to the normed feature, not to the feature itself.
     """
 
     def __init__(self, layer: Any, initializer_range: float, norm_before_residual: bool = False) -> None:
@@ -123,7 +123,7 @@ class Eagle3Layer(nn.Module):
                 setattr(self.self_attn, name, wide)
 
     def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """Map [e(x_t); g_{t-1}], [1, N, E], to [1, N, D]."""
+        """Map inputs [e(x_t); g_{t-1}] [1, N, E] to the layer's output [1, N, D]."""
         residual, wide = self.attention_input(hidden)
         attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
         if self.post_feedforward_layernorm is not None:
@@ -133,7 +133,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def attention_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream [..., D] and the projections' normed input [..., E], from [..., E]."""
+        """Split inputs [..., E]; return the residual stream [..., D] and the projections' normed input [..., E]."""
         embedded, residual = hidden.chunk(2, dim=-1)
         normed = self.hidden_norm(residual)
         wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -141,7 +141,7 @@ class Eagle3Layer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, source: Any) -> None:
-        """Copy the weights of a layer of the target; both halves of the input go through its projections."""
+        """Copy the weights of `source`, a layer of the target; its projections serve both halves of the input."""
         mine, theirs = self.state_dict(), source.state_dict()
         for name, value in theirs.items():
             if name not in mine:
@@ -154,13 +154,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Shape(GroupWiseDrafter):
-    """Parameters and inputs of EAGLE-3 and P-EAGLE, which differ in how depths follow one another."""
+    """Base of EAGLE-3 and P-EAGLE: their shared parameters and inputs. They differ in how depths are drafted."""
 
     fc_norm: nn.ModuleList | None
     input_norm: nn.Module | None
 
     def build(self, config: DrafterConfig) -> None:
-        """Make the parameters. The first layer is an `Eagle3Layer`; further ones, of P-EAGLE, are plain."""
+        """Make the parameters. The first layer is an `Eagle3Layer`; P-EAGLE's further layers are plain."""
         self.layers_config = layers_config(config.layers_of, getattr(config, "num_layers", 1))
         (first, *others), norm = build_target_layers(self.layers_config)
         hidden_size = self.layers_config.hidden_size
@@ -181,7 +181,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
+        """With `init: target`, copy the target's last layers; fused features g start near the features' mean."""
         self.start_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if not self.takes_target_layers:
@@ -196,7 +196,7 @@ class Eagle3Shape(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return inputs [..., E] from x_t [...] and the features [..., F] that predicted it."""
+        """Return the layers' inputs [..., E] from tokens x_t [...] and features [..., F] that predicted them."""
         return self.token_inputs(input_ids, self.fused(previous_features))
 
     def fused(self, features: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return self.fc(features)
 
     def token_inputs(self, input_ids: Tensor, predicted_by: Tensor) -> Tensor:
-        """Return inputs [..., E] from tokens [...] and the states [..., D] that predicted them: g or outputs."""
+        """Return inputs [..., E] from tokens [...] and the states [..., D] before them: fused features or outputs."""
         return torch.cat([self.attached.embedding(input_ids).to(predicted_by.dtype), predicted_by], dim=-1)
 
 
@@ -218,13 +218,13 @@ class Eagle3Config(Eagle3ShapeConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle3"
 
     class Options(Eagle3ShapeOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: eagle3`: the keys of `drafter.options` in a recipe."""
 
         ttt_steps: int = Field(
             5,
             ge=1,
             le=MOST_DEPTHS,
-            description="number of depths in training (training-time test), each on the outputs of the depth "
+            description="number of depths in training (training-time test), each reads the outputs of the depth "
             "before; 1: no training-time test",
         )
         draft_depth: DraftDepth | None = Field(
@@ -245,12 +245,12 @@ class Eagle3Config(Eagle3ShapeConfig):
 
 
 class Eagle3Drafter(Eagle3Shape):
-    """The drafter q; see the module's docstring."""
+    """EAGLE-3's drafter q: one layer that drafts token by token and reads its own output."""
 
     config_class = Eagle3Config
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the active rows before the final norm [N, D], computed depth after depth."""
+        """Return hidden states [N, D] of the N computed rows before the final norm, computed depth after depth."""
         previous_bsf = previous_features(features, groups.position_ids)
         # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()

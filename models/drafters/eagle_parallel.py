@@ -35,19 +35,19 @@ class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
     published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
     not_exported = (
-        "no engine has masks in EAGLE's first shape, and the plugin for vLLM runs `parallel` alone: train with "
+        "no engine supports masks in EAGLE drafters, and draftsmith's vLLM plugin only `parallel`: train with "
         "drafter.kind=parallel"
     )
 
     class Options(EagleLayerOptions, MaskOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: eagle_parallel`: the keys of `drafter.options` in a recipe."""
 
         depth_weights: DepthWeights = 1.0
         mask_residual: MaskResidual = True
 
 
 class EagleParallelDrafter(EagleDrafter):
-    """The drafter q; see the module's docstring."""
+    """ParallelSpec's drafter q in EAGLE flavour: EAGLE's layer with K [MASK]s, in one forward."""
 
     config_class = EagleParallelConfig
 
@@ -57,7 +57,7 @@ class EagleParallelDrafter(EagleDrafter):
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.fc.in_features))
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start masks near the mean embedding, with a random feature of the size that the target's have."""
+        """Initialise masks: embeddings near the target's mean embedding, random features as large as the target's."""
         embedding_vd = embeddings_of(target).to(self.masks.dtype)
         noise_kd, drawn_kd = torch.randn_like(self.masks).chunk(2, dim=1)
         embedding_kd = embedding_vd.mean(0) + embedding_vd.std() * noise_kd

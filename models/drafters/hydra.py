@@ -43,7 +43,7 @@ class HydraConfig(MedusaConfig):
     model_type = MODEL_TYPE_PREFIX + "hydra"
 
     class Options(MedusaConfig.Options):
-        """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
+        """Options of `drafter.kind: hydra`. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 
         prefix_attention: bool = Field(False, description="add Hydra++'s decoder layer over the prefix")
         embedding_norm: bool = Field(True, description="normalise the token embeddings that the heads read")
@@ -63,7 +63,7 @@ class HydraConfig(MedusaConfig):
 
 
 class ResidualBlock(nn.Module):
-    """residual(x) + SiLU(linear(x)), `residual` being a projection where the input is wider than the output."""
+    """Block residual(x) + SiLU(linear(x)); `residual` is a projection if the input is wider than the output."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ResidualBlock(nn.Module):
         return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
 
     def pass_on(self) -> None:
-        """Initialise as the identity on the first `out_size` inputs."""
+        """Initialise so that the block returns its first `out_size` inputs unchanged."""
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         if isinstance(self.residual, nn.Linear):
@@ -83,7 +83,7 @@ class ResidualBlock(nn.Module):
 
 
 class PrefixAttention(nn.Module):
-    """One decoder layer of the target's kind and a norm, over the features of a prefix."""
+    """Hydra++'s prefix attention: one decoder layer of the target's kind and a norm, over all features so far."""
 
     reads_first_token = True
     rotary_of: Rotate  # RoPE's cos and sin [1, N, Dh] of features at positions [1, N]
@@ -106,20 +106,20 @@ class PrefixAttention(nn.Module):
         self.rotary_of = build_rotary(self._kind, target, self.layers_config)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return the features [n, D] alone, in its dtype."""
+        """Return the layer's inputs: the features [n, D], in the layer's dtype; tokens are not read."""
         return previous_features.to(self.dtype)
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Return an empty tensor: the heads read the states themselves."""
+        """Return an empty tensor in place of logits: the heads read the states themselves."""
         return states[..., :0]
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Any) -> Tensor:
-        """Map features [1, N, D] to states [1, N, D]; `attention` as in `groups/attention.py`."""
+        """Map features [1, N, D] to states [1, N, D]; the layer calls `attention.attend`."""
         return self.norm(self.layer(hidden, position_embeddings=rotary, row_attention=attention))
 
 
 class HydraDrafter(HeadsDrafter):
-    """The drafter q; see the module's docstring."""
+    """Hydra's drafter q: heads that also read the tokens drafted by earlier heads."""
 
     config_class = HydraConfig
 
@@ -145,7 +145,7 @@ class HydraDrafter(HeadsDrafter):
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Initialise heads that pass h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
+        """Initialise heads so that they return h_{t-1}, as Medusa's; prefix attention stays random."""
         for module in self.modules():
             if isinstance(module, ResidualBlock):
                 module.pass_on()
@@ -154,7 +154,7 @@ class HydraDrafter(HeadsDrafter):
     # ---- training: all groups of a sequence together ----
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the state of group t, zeros without a row, and the embedding of token t side by side [P, 2D]."""
+        """Return for each token its group's state (zeros without a row) and its embedding, concatenated [P, 2D]."""
         previous_pd = previous_features(features, groups.position_ids).to(self.dtype).flatten(0, 1)
         embedded_pd = self.embedded(groups.input_ids).flatten(0, 1).to(previous_pd.dtype)
         if self.prefix is None:
@@ -177,12 +177,12 @@ class HydraDrafter(HeadsDrafter):
     # ---- shared by training and decoding ----
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [..., D] of tokens [...], as the heads read them."""
+        """Return the embeddings [..., D] of tokens [...], normalised with the option `embedding_norm`."""
         embedded = self.attached.embedding(input_ids).to(self.dtype)
         return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
-        """Return logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
+        """Return logits [..., V'] of head j (from 0) for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
         return self.head_logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
@@ -190,7 +190,7 @@ class HydraDrafter(HeadsDrafter):
 
 
 class HydraDecoder:
-    """A `StepwiseDecoder`. A node's row is its head's input: the state and the embeddings along its path."""
+    """Hydra's `StepwiseDecoder`. For each node it keeps its head's input: the state, and its path's embeddings."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
         self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
@@ -224,7 +224,7 @@ class HydraDecoder:
         self._newest = committed_ids[-1:], features[-1:]
 
     def begin(self) -> Tensor:
-        """Return fp32 logits [1, V] of the children of the newest committed token."""
+        """Run the first head; return fp32 logits [1, V'] for the children of the newest committed token."""
         if self._newest is None:
             raise ValueError("drafting needs a new token: call observe() first")
         (newest_id, state_1d), self._newest = self._newest, None
@@ -235,7 +235,7 @@ class HydraDecoder:
         return self._level(newest_id, [0], 0, 0)
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
-        """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Add W nodes, one below each of `parents`; return fp32 logits [W, V'] for their children."""
         first, depths = len(self._tree.depths), self._tree.grow(parents)
         if len(set(depths)) == 1:  # as trees are grown
             return self._level(tokens, parents, first, depths[0])

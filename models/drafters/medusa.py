@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 
 class HeadOptions(DepthOptions):
-    """Options of drafters that are heads on the target's last hidden state."""
+    """Options of drafters with one head per depth on the target's last hidden state."""
 
     num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the number of heads, and of depths that they draft")
     loss: Loss = "ce"
@@ -43,13 +43,13 @@ class HeadOptions(DepthOptions):
 
 
 class HeadsDrafter(Drafter):
-    """Heads that each read one state of the target, with the target's LM head or, after `add_lm_heads`, one each.
+    """Base of drafters with one head per depth, which share the target's LM head or have their own.
 
-    A kind defines the input of an LM head (`head_hidden`). Separate ones have V' rows each, with `draft_vocab_size`.
+    A kind defines the LM heads' inputs (`head_hidden`). With `draft_vocab_size` an own LM head has V' rows.
     """
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
-        """Make one LM head for each depth, unless the option `lm_heads` has them share the target's."""
+        """Make one LM head for each depth, unless the option `lm_heads` is `shared` (the target's for all)."""
         if config.lm_heads == "separate":
             size, rows = config.hidden_size, config.draft_vocab_size or config.target_config["vocab_size"]
             bias = getattr(config, "lm_head_bias", False)
@@ -58,7 +58,7 @@ class HeadsDrafter(Drafter):
                 head.bias.requires_grad_(False).zero_()
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start LM heads as the target's own.
+        """Copy the target's LM head into the drafter's own LM heads.
 
         Raises:
             UserError: The target's LM head has a bias, which separate ones lack.
@@ -73,7 +73,7 @@ class HeadsDrafter(Drafter):
             self.start_own_heads()
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the states that heads read, h_{t-1} of all groups [P, D]."""
+        """Return the states that the heads read: h_{t-1} for each of P tokens, [P, D]."""
         return previous_features(features, groups.position_ids).flatten(0, 1)
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
@@ -81,7 +81,7 @@ class HeadsDrafter(Drafter):
             yield self.head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
-        """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""
+        """Return the input [M, D] of LM head j (from 0), for the groups with these newest tokens (indices [M])."""
         raise NotImplementedError(f"{type(self).__name__}.head_hidden")
 
 
@@ -93,7 +93,7 @@ class MedusaConfig(DrafterConfig):
         return self.lm_heads == "separate"
 
     class Options(HeadOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: medusa`: the keys of `drafter.options` in a recipe."""
 
         num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
         lm_heads: Literal["separate", "shared"] = Field(
@@ -117,7 +117,7 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaDrafter(HeadsDrafter):
-    """The drafter q; see the module's docstring."""
+    """Medusa's drafter q: heads that read the target's last hidden state, one for each depth."""
 
     config_class = MedusaConfig
 
@@ -127,7 +127,7 @@ class MedusaDrafter(HeadsDrafter):
         self.add_lm_heads(config)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start every head as the target's own LM head."""
+        """Initialise every head so that it gives the logits of the target's LM head."""
         for parameter in self.blocks.parameters():
             parameter.zero_()
         super().initialize_from_target(target)
@@ -136,7 +136,7 @@ class MedusaDrafter(HeadsDrafter):
         return self.blocks[j](states_pd.index_select(0, token_m).to(self.dtype))
 
     def logits_of(self, previous: Tensor) -> Tensor:
-        """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
+        """Map hidden states h_{t-1} [..., D] to the logits [G, ..., V'] of all G heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
         if not self.own_heads:
             return self.head_logits(hidden)  # one product
@@ -147,7 +147,7 @@ class MedusaDrafter(HeadsDrafter):
 
 
 class MedusaDecoder:
-    """Decoder that keeps only h_{t-1}; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
+    """Medusa's `DrafterDecoder` (`models/decoding/decoders.py`). It keeps only the newest hidden state, h_{t-1}."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
         self._drafter, self.columns = drafter, drafter.columns
@@ -164,15 +164,15 @@ class MedusaDecoder:
         return logits
 
     def start(self, prompt_ids: Tensor, features: Tensor) -> None:
-        """Begin a sequence: h_{t-1} comes with the first observed token."""
+        """Start a sequence: read nothing, as the state comes with the first observed token."""
         self._previous_1d = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
+        """Keep the last of the features [n, D] that predicted n new tokens: h_{t-1} of the newest token."""
         self._previous_1d = features[-1:]
 
     def draft(self) -> Tensor:
-        """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
+        """Return fp32 logits [G, V'] of depths 1..G after the newest committed token."""
         if self._previous_1d is None:
             raise ValueError("drafting needs a new token: call observe() first")
         return self._run(self._previous_1d)

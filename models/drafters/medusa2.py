@@ -47,12 +47,12 @@ ALL_LINEAR = "all-linear"
 
 
 class Medusa2Config(MedusaConfig):
-    """Adds `lora_shapes`, {layer: [inputs, outputs]}, which is read from the target and is no option."""
+    """Config of Medusa-2. `lora_shapes`, {layer: [inputs, outputs]}, is read from the target and is no option."""
 
     model_type = MODEL_TYPE_PREFIX + "medusa2"
 
     class Options(MedusaConfig.Options):
-        """The keys of `drafter.options` in a recipe: Medusa's, and those of the target's change."""
+        """Options of `drafter.kind: medusa2`: Medusa's, and those of the LoRA in the target."""
 
         lora_rank: int = Field(32, ge=1, description="rank of the LoRA in the target's layers")
         lora_alpha: float = Field(16.0, gt=0, description="the LoRA's output is scaled by lora_alpha / lora_rank")
@@ -84,12 +84,12 @@ class Medusa2Config(MedusaConfig):
 
 
 class Medusa2Drafter(MedusaDrafter):
-    """The drafter q, and its LoRA in the target; see the module's docstring."""
+    """Medusa-2's drafter q: Medusa's heads, and a LoRA in the target that is trained with them."""
 
     config_class = Medusa2Config
     unsupported = {  # noqa: RUF012
         "offline": "it changes the target while it trains, so that features from disk would be the old target's",
-        "split_weights": "its LoRA is inside the target, which runs outside the forward that puts the parts together",
+        "split_weights": "its LoRA is inside the target, which runs outside the forward that gathers split weights",
     }
 
     def build(self, config: DrafterConfig) -> None:
@@ -105,7 +105,7 @@ class Medusa2Drafter(MedusaDrafter):
         return config
 
     def attach(self, target: PreTrainedModel) -> Self:
-        """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
+        """Borrow the target's embedding and LM head; put the LoRA into the target, in place of an earlier one."""
         super().attach(target)
         config = self.config
         remove(target)
@@ -114,7 +114,7 @@ class Medusa2Drafter(MedusaDrafter):
             if shapes.get(name) != shape:
                 raise UserError(
                     f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
-                    f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train one for this"
+                    f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train a new one"
                 )
         pairs = {name: self.lora.get_submodule(name) for name in config.lora_shapes}
         _loras[target] = Lora(target, pairs, config.lora_alpha / config.lora_rank)
@@ -138,7 +138,7 @@ class Medusa2Drafter(MedusaDrafter):
         positions_bs: Tensor | None = None,
         attention_mask_bs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return features of the changed target, in training with a gradient, and of the original one for L_LM."""
+        """Return features of the changed target (in training with gradients), and of the original one for L_LM."""
         if not self.trains_target:
             return super().training_features(target, ids_bs, positions_bs, attention_mask_bs)
         teacher_features = None
@@ -161,7 +161,7 @@ class Medusa2Drafter(MedusaDrafter):
 
     @property
     def trains_target(self) -> bool:
-        """Return whether the current step trains the LoRA too."""
+        """Return True if the current step trains the LoRA too: after the warm-up."""
         return self.training_step >= self.config.warmup_steps
 
     @property
@@ -178,7 +178,7 @@ class Medusa2Drafter(MedusaDrafter):
         label_counts: Tensor | None = None,
         groups: Groups | None = None,
     ) -> DrafterOutput:
-        """Return L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
+        """Return the loss L_LM + lambda_0 * L_heads; in the warm-up L_heads alone.
 
         Args:
             features: As in `Drafter.forward`, of the changed target, with a gradient after the warm-up.
@@ -206,7 +206,7 @@ class Medusa2Drafter(MedusaDrafter):
 
 
 class LoraPair(nn.Module):
-    """The two factors of one linear layer's change, under peft's names."""
+    """The two LoRA factors of one linear layer, under peft's names `lora_A` and `lora_B`."""
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class LoraPair(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, bias=False)
 
     def reset(self) -> None:
-        """Start as LoRA does: no change at all, since B is zero."""
+        """Initialise as LoRA does: A is random and B zero, so that the layer is unchanged."""
         nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
         nn.init.zeros_(self.lora_B.weight)
 
@@ -223,11 +223,11 @@ class LoraPair(nn.Module):
 
 
 class Lora:
-    """The change of a target's linear layers: added to their outputs, or after `merge` to their weights.
+    """LoRA of a target's linear layers: added to their outputs, or after `merge` to their weights.
 
     Args:
-        pairs: By name of the layer.
-        scale: Factor of the pairs' outputs.
+        pairs: The `LoraPair` of each changed layer, by the layer's name.
+        scale: Factor of the LoRA's outputs.
     """
 
     def __init__(self, target: PreTrainedModel, pairs: Mapping[str, Any], scale: float) -> None:
@@ -240,13 +240,13 @@ class Lora:
         return (output + pair(inputs[0]) * self._scale).to(output.dtype) if self.is_on else output
 
     def merge(self) -> None:
-        """Add the change to the target's weights, so that the target runs as fast as without it."""
+        """Add the LoRA to the target's weights, so that the target runs as fast as without it."""
         if self._hooks:
             self._remove_hooks()
             self._change_weights(1)
 
     def remove(self) -> None:
-        """Restore the target's layers; after a `merge`, up to rounding."""
+        """Take the LoRA out of the target's layers; after a `merge` weights are restored up to rounding."""
         if self._hooks:
             self._remove_hooks()
         else:
@@ -268,7 +268,7 @@ _loras: WeakKeyDictionary[PreTrainedModel, Lora] = WeakKeyDictionary()
 
 
 def remove(target: PreTrainedModel) -> None:
-    """Restore the target's own layers; after a `merge`, up to rounding."""
+    """Take the LoRA out of a target; after a `merge` the weights are restored up to rounding."""
     if (lora := _loras.pop(target, None)) is not None:
         lora.remove()
 
@@ -285,7 +285,7 @@ def switched_off(target: PreTrainedModel) -> Iterator[None]:
 
 
 def lora_tree(shapes: dict[str, list[int]], rank: int) -> nn.Module:
-    """Make a `LoraPair` for each name, below modules that are named like the target's; shapes: [inputs, outputs]."""
+    """Make a `LoraPair` for each layer in `shapes` ([inputs, outputs]), in a tree with the target's module names."""
     root = nn.Module()
     for name, (in_features, out_features) in shapes.items():
         *path, last = name.split(".")
@@ -299,11 +299,11 @@ def lora_tree(shapes: dict[str, list[int]], rank: int) -> nn.Module:
 
 
 def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str, list[int]]:
-    """Return [inputs, outputs] by name of linear layers of a target without adapter; never its LM head.
+    """Return [inputs, outputs] of linear layers of a target without adapter, by name; never of its LM head.
 
     Args:
-        target: The model.
-        endings: `all-linear`, or last parts of names such as `q_proj`.
+        target: The target, whose decoder's layers are searched.
+        endings: `all-linear`, or the last parts of layers' names, such as `q_proj`.
 
     Raises:
         UserError: No linear layer has one of these names.

@@ -35,7 +35,7 @@ class PassEmbeddingsConfig(DrafterConfig):
     not_exported = "no engine drafts with the target's own layers and masks: train with drafter.kind=parallel"
 
     class Options(MaskOptions):
-        """The keys of `drafter.options` in a recipe. The first depth's weight has no effect: its draft is exact."""
+        """Options of `drafter.kind: pass_embeddings`. The weight of depth 1 has no effect: its draft is exact."""
 
         num_masks: int = Field(
             4, ge=1, le=MOST_DEPTHS, description="T, the number of look-ahead embeddings; a round drafts T+1 tokens"
@@ -45,7 +45,7 @@ class PassEmbeddingsConfig(DrafterConfig):
 
 
 class PassEmbeddingsDrafter(GroupWiseDrafter):
-    """The drafter q, whose only parameters are `masks` [T, D]; see the module's docstring."""
+    """PaSS's drafter q: the target's own layers. Its only parameters are T look-ahead embeddings, `masks` [T, D]."""
 
     config_class = PassEmbeddingsConfig
     unsupported = {  # noqa: RUF012
@@ -58,7 +58,7 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         self.feature_layers = (0,)
 
     def attach(self, target: PreTrainedModel) -> Self:
-        """Borrow the target's layers too, as copies that share its weights and attend as groups do."""
+        """Borrow the target's layers too: copies that share its weights, with this package's group attention."""
         super().attach(target)
         with torch.device("meta"):
             layers, _ = build_target_layers(self.layers_config)
@@ -70,15 +70,15 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Draw look-ahead embeddings near the mean of the target's."""
+        """Draw the look-ahead embeddings near the mean of the target's embeddings."""
         draw_near_mean_embedding(self.masks, target)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return the embeddings [..., D] of tokens [...], in the target's dtype."""
+        """Return the layers' inputs, embeddings [..., D] of tokens [...], in the target's dtype; read no features."""
         return self.attached.embedding(input_ids)
 
     def mask_inputs(self) -> Tensor:
-        """Return the embeddings [T, D] in the target's dtype."""
+        """Return the T look-ahead embeddings [T, D], in the target's dtype."""
         return self.masks.to(next(self.attached.embedding.parameters()).dtype)
 
 

@@ -27,14 +27,14 @@ class PEagleConfig(Eagle3ShapeConfig):
     model_type = MODEL_TYPE_PREFIX + "peagle"
 
     class Options(Eagle3ShapeOptions, MaskOptions):
-        """The keys of `drafter.options` in a recipe."""
+        """Options of `drafter.kind: peagle`: the keys of `drafter.options` in a recipe."""
 
         num_layers: NumLayers = 2  # the masks read the newest token by attention alone: one layer learns that slowly
         mask_token_id: MaskTokenId = Field(None, validate_default=True)
 
 
 class PEagleDrafter(Eagle3Shape):
-    """The drafter q; see the module's docstring."""
+    """P-EAGLE's drafter q: EAGLE-3's layers with K equal [MASK]s, which draft in one forward."""
 
     config_class = PEagleConfig
 
@@ -43,7 +43,7 @@ class PEagleDrafter(Eagle3Shape):
         self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))
 
     def mask_inputs(self) -> Tensor:
-        """Return the input of a mask once for each mask, [K, E]."""
+        """Return the masks' layer inputs [K, E]: the same input for each of the K masks."""
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.mask_hidden.device)
         return self.real_inputs(mask_id, self.mask_hidden).expand(self.config.num_masks, -1)
 

@@ -31,8 +31,8 @@ from draftsmith.models.groups.layers import OTHER_KINDS
 
 DRAFT_MODEL_RULES = (
     no_scaled_embeddings("and other layers' classes do not", tuple(OTHER_KINDS)),
-    only("draft_vocab_size", None, "engines want a draft model's vocabulary to be the target's, all of it"),
-    only("sliding_window", None, "draft models with a window are not written yet"),
+    only("draft_vocab_size", None, "engines need a draft model with the target's whole vocabulary"),
+    only("sliding_window", None, "export of draft models with a sliding window is not supported yet"),
 )
 PARD_RULES = (
     Refusal(
@@ -44,9 +44,9 @@ PARD_RULES = (
     Refusal(
         "no masks", lambda config: not config.num_masks, "without masks it is a draft model", "drafter.kind=draft_model"
     ),
-    only("mask_residual", False, "engines do not add the newest token to its masks"),
+    only("mask_residual", False, "engines do not add the newest token's input to the masks"),
     only("markov_rank", 0, "PARD has no Markov head"),
-    no_scaled_embeddings("and a mask is none"),
+    no_scaled_embeddings("and a mask is not scaled"),
     *DRAFT_MODEL_RULES,
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ def to_draft_model(drafter: Drafter) -> Checkpoint:
 
 
 def to_pard(drafter: Drafter) -> Checkpoint:
-    """Convert a parallel drafter with a shared mask to a language model in PARD's form."""
+    """Convert a parallel drafter with a shared mask to a language model in PARD's layout."""
     return _saved(drafter, tied=False, mask_token_id=rarest_token(drafter.config.target_config))
 
 
@@ -73,7 +73,7 @@ def _saved(drafter: Drafter, tied: bool, mask_token_id: int | None) -> Checkpoin
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read a model whose embedding and head are the target's.
+    """Convert a language model, whose embedding and head must be the target's, into our parameters.
 
     Raises:
         UserError: Its layers are of another shape than the target's.

@@ -41,8 +41,8 @@ from draftsmith.models.formats.reading import (
 )
 
 BLOCK_RULES = (
-    no_scaled_embeddings("and engines do not for a block"),
-    only("mask_residual", False, "engines do not add the newest token to its masks"),
+    no_scaled_embeddings("and engines do not scale those of a block"),
+    only("mask_residual", False, "engines do not add the newest token's input to the masks"),
 )
 DFLASH_RULES = (
     *BLOCK_RULES,
@@ -53,7 +53,7 @@ DSPARK_RULES = (*BLOCK_RULES, only("sample_from_anchor", True, "engines draft to
 DFLASH2_RULES = (
     *BLOCK_RULES,
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
-    only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
+    only("draft_vocab_size", None, "its candidates are taken from the target's whole LM head"),
 )
 # vllm-project/vllm, pull request 52816.
 FIRST_DFLASH2 = "0.28"
@@ -66,13 +66,13 @@ TORCHSPEC_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "nor
 TORCHSPEC_BLOCK, ANGELSPEC_DSPARK_BLOCK = 16, 7
 SPECULATORS_RULES = (only("causal", False, "in the library's blocks every row sees every row"),)
 SGLANG_RULES = (
-    only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
+    only("draft_vocab_size", None, "SGLang reads blocks through the target's whole LM head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
 )
 
 
 def has_draft_vocabulary(config: DrafterConfig) -> bool:
-    """Return True if the drafter has a draft vocabulary, so that rows of the target's head are written too."""
+    """Return True if the drafter has a draft vocabulary, so that its rows of the target's LM head are exported."""
     return config.draft_vocab_size is not None
 
 
@@ -80,7 +80,7 @@ def has_draft_vocabulary(config: DrafterConfig) -> bool:
 
 
 def to_dflash(drafter: Drafter) -> Checkpoint:
-    """Convert a DFlash drafter for vLLM and SGLang."""
+    """Convert a DFlash drafter to the layout of vLLM and SGLang."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
 
 

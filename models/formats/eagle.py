@@ -79,16 +79,16 @@ THREE_LAYERS = Refusal(
 # SGLang runs Llama's layer only.
 LLAMA_ALONE = (
     *EAGLE3_RULES,
-    no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
+    no_layers("qwen3", "its EAGLE-3 class silently drops q/k norms"),
     only("sliding_window", None, "its EAGLE-3 class attends to all tokens"),
     NO_ATTENTION_BIAS,
-    only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
+    only("norm_before_residual", False, "it adds attention to the features before their norm"),
     THREE_LAYERS,
 )
 EMBEDDINGS_LAYER = Refusal(
     "the embeddings among its layers",
     lambda config: 0 in config.feature_layers,
-    "SGLang adds 1 to the layers it reads, so that the embeddings (0) have no number there",
+    "SGLang counts layers from the output of the first one, so that the embeddings (0) have no number",
     "drafter.options.feature_layers without 0",
 )
 
@@ -97,7 +97,7 @@ EMBEDDINGS_LAYER = Refusal(
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
-    """Convert an EAGLE-3 or P-EAGLE drafter for vLLM."""
+    """Convert an EAGLE-3 or P-EAGLE drafter to vLLM's layout."""
     config = _config(drafter)
     config[FEATURE_LAYERS] = list(drafter.config.feature_layers)
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
@@ -151,7 +151,7 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def _norms(config: DrafterConfig) -> dict[str, bool]:
-    """Return the norms' keys, which engines take to be False if they are missing."""
+    """Return the config keys of EAGLE-3.1's norms; engines read a missing key as False."""
     return {key: bool(getattr(config, key, False)) for key in NORMS}
 
 
@@ -256,13 +256,13 @@ EAGLE_RULES = (
     no_layers("qwen3", "its Llama layer has no q/k norms"),
     no_layers_but(LLAMA_LIKE, "its Llama layer does not run {config.layers_of[model_type]}'s layers"),
     only("draft_vocab_size", None, "EAGLE's layout has no draft vocabulary", "drafter.kind=eagle3"),
-    only("sliding_window", None, "no reader of EAGLE's layout has a window for its layer"),
+    only("sliding_window", None, "no reader of EAGLE's layout supports a sliding window"),
 )
-FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
+FC_BIAS = only("fc_bias", False, "vLLM silently drops the bias of fc")
 
 
 def eagle_to_vllm(drafter: Drafter, architecture: str = "LlamaForCausalLM") -> Checkpoint:
-    """Convert an EAGLE drafter for vLLM, or with another architecture for another reader."""
+    """Convert an EAGLE drafter to vLLM's layout, or to another reader's with its name of the architecture."""
     config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": [architecture]}
     return Checkpoint(config, with_output_biases(dict(drafter.state_dict()), config))
 

@@ -69,7 +69,7 @@ class Export:
 
 @dataclass
 class Exported:
-    """Result of `export_run`: the exported folder and its description."""
+    """Result of `export_run`: the exported folder and its `export.json`."""
 
     folder: Path
     made: Export
@@ -79,7 +79,7 @@ class Exported:
     def lines(self) -> list[str]:
         """Return the lines to print; the last one is the serving command."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
-        warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
+        warned = [] if self.caveat is None else [f"Note: {self.caveat}"]
         return [done, *warned, f"Serve it ({self.versions}):", self.made.command]
 
 
@@ -87,7 +87,7 @@ class Exported:
 
 
 def check_format(to: str) -> None:
-    """Check that the format exists.
+    """Check that `to` names a format of exports.
 
     Raises:
         UserError: The format does not exist.
@@ -100,7 +100,7 @@ def check_format(to: str) -> None:
 
 
 def exporter_of(config: DrafterConfig, to: str) -> Exporter:
-    """Return the conversion of a drafter to a format that has a place for its kind.
+    """Return the exporter of a drafter to the format `to`, which must support its kind.
 
     vLLM serves parallel drafters of PARD's shape by itself, and all others by draftsmith's plugin.
     """
@@ -111,7 +111,7 @@ def exporter_of(config: DrafterConfig, to: str) -> Exporter:
 
 
 def refusal(config: DrafterConfig, to: str) -> str | None:
-    """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
+    """Return why the format `to` cannot express this drafter, with a recipe line that helps; None if it can."""
     if (config.kind, to) in EXPORTERS:
         return exporter_of(config, to).refusal(config)
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
@@ -123,17 +123,17 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
     """Check that a format can express the drafter.
 
     Raises:
-        UserError: The format cannot express the drafter.
+        UserError: The format cannot express the drafter; the message says why, and which recipe line helps.
     """
     if refused := refusal(config, to):
-        raise UserError(f"this {config.kind} drafter cannot go `--to {to}`: {refused}")
+        raise UserError(f"this {config.kind} drafter cannot be exported `--to {to}`: {refused}")
 
 
 # ---- how it is served there ----
 
 
 def lacks_first_row(config: DrafterConfig, to: str) -> bool:
-    """Return whether the drafter has a row for a conversation's first token, and is served without it."""
+    """Return whether the drafter has a row for a conversation's first token that serving in this format lacks."""
     has_place = config.first_token and (config.kind, to) in EXPORTERS and to != "gguf"
     return has_place and not exporter_of(config, to).first_token
 
@@ -149,7 +149,7 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 
 
 def version_sentence(config: DrafterConfig, to: str) -> str:
-    """Return the engine version that a folder is for, and what this drafter needs there."""
+    """Return, in words, the engine version that an exported folder is for, and what this drafter needs there."""
     exporter = exporter_of(config, to)
     plugin = ", with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
     needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
@@ -166,8 +166,8 @@ def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
 def loading_words(recipe: Recipe, to: str) -> list[str]:
     """Return options that make an engine load the target as the recipe does: dtype, revision, devices, chat template.
 
-    The number of devices is that of distillation. SGLang has no option for variables of the chat template: they go with
-    each request. llama.cpp's dtype is that of the file.
+    The number of devices is that of distillation. SGLang has no option for variables of the chat template: each request
+    must send them. llama.cpp's dtype is that of the file.
     """
     target, distill = recipe.answering_target, recipe.data.distill
     if to == "gguf":
@@ -183,7 +183,7 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
 
 
 def serving_command(config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()) -> str:
-    """Return the command that starts a server with this folder.
+    """Return the shell command that starts the engine's server with an exported folder.
 
     Args:
         loading: Options from `loading_words`.
@@ -208,7 +208,7 @@ def serving_command(config: DrafterConfig, to: str, target: str, folder: str, lo
 
 
 def trained_drafter(recipe: Recipe) -> Drafter:
-    """Load the run's own drafter, without its target.
+    """Load the drafter that this run trained, without its target.
 
     Raises:
         UserError: The run has no trained drafter.
@@ -222,7 +222,7 @@ def trained_drafter(recipe: Recipe) -> Drafter:
 def export_run(
     recipe: Recipe, to: str, folder: Path | None, target_gguf: Path | None = None, dtype: str | None = None
 ) -> Exported:
-    """Export the run's own drafter.
+    """Export the drafter that this run trained.
 
     Args:
         target_gguf: For `gguf`: the target's GGUF file; default: the recipe's `target.gguf_file`.
@@ -287,7 +287,7 @@ def export_drafter(
     loading: Sequence[str] = (),
     gguf: GgufTarget | None = None,
 ) -> Export:
-    """Write the drafter into a folder in this format.
+    """Write the drafter into a folder, in the format `to`.
 
     Args:
         drafter: Attached to its target if the exporter needs it (`needs_target`).
@@ -297,7 +297,7 @@ def export_drafter(
         gguf: Only for the format `gguf`.
 
     Raises:
-        UserError: The format cannot express the drafter, or the folder holds something else.
+        UserError: The format cannot express the drafter, or the folder exists and holds no export.
     """
     config = drafter.config
     check_expressible(config, to)
@@ -371,9 +371,9 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
             for name in sorted(state.keys() | back.state.keys())
             if name not in state or name not in back.state or not _same(state[name].cpu(), back.state[name], gguf_dtype)
         ]
-        wrong += [f"read back, {some_of(names)} differ"] if names else []
+        wrong += [f"the tensors {some_of(names)} differ when they are read back"] if names else []
     if wrong:
-        raise RuntimeError(f"the export is not what it should be: {'; '.join(wrong)}")
+        raise RuntimeError(f"the export differs from the drafter, a bug of draftsmith: {'; '.join(wrong)}")
 
 
 def _same(ours: Tensor, read: Tensor, gguf_dtype: str | None) -> bool:

@@ -44,7 +44,7 @@ DRAFT_VOCABULARY = only(
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
-    """Convert a Medusa drafter for vLLM."""
+    """Convert a Medusa drafter to vLLM's layout."""
     # Any other key with both "num" and "heads" in it would replace `num_heads`, and "num" with "layers" the next.
     config = {
         **{key: drafter.config.target_config[key] for key in ("hidden_size", "vocab_size")},
@@ -121,8 +121,8 @@ def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any
     for weight in block_weights:
         if weight.shape[:1] != (target_config["hidden_size"],):
             raise UserError(
-                f"a block of the checkpoint's heads is {list(weight.shape)}, but the target has "
-                f"{target_config['hidden_size']} features: import one that was made for this target"
+                f"a block of the checkpoint's heads is {list(weight.shape)}, but the target's hidden size is "
+                f"{target_config['hidden_size']}: import one that was made for this target"
             )
 
 

@@ -43,7 +43,7 @@ INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden
 
 @dataclass
 class Imported:
-    """`import.json`: what was imported.
+    """Content of `import.json`: the imported checkpoint, and what was assumed about it.
 
     files_sha256: Hashes of the checkpoint's weights files.
     assumed: Assumptions about facts that the checkpoint does not state.
@@ -57,7 +57,7 @@ class Imported:
 
 
 def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path, Imported]:
-    """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
+    """Import a published checkpoint for the recipe's target; return the drafter's folder and its import record.
 
     Args:
         location: As in `import_drafter`.
@@ -74,7 +74,7 @@ def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path
 
 
 def import_start(recipe: Recipe, location: str) -> Path:
-    """Import a checkpoint for `drafter.init` into draftsmith's cache, once for its weights and the target's.
+    """Import a checkpoint for `drafter.init` into draftsmith's cache, unless it was done for these weights and target.
 
     Args:
         location: As in `import_drafter`.
@@ -104,7 +104,7 @@ def import_drafter(
     Args:
         location: A folder, or `user/repo[@revision]`.
         target: The target that the checkpoint was made for, with its weights.
-        kind: The recipe's `drafter.kind`, if the folder is that of its run.
+        kind: The kind that is required, if `folder` is the run's own: the recipe's `drafter.kind`.
         for_start: Training continues from it, so that its embedding and LM head may be another target's.
 
     Raises:
@@ -138,7 +138,7 @@ def import_drafter(
 
 
 def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool) -> tuple[Drafter, tuple[str, ...]]:
-    """Build the drafter in the checkpoint's dtype, attached to the target. Returns it with the assumptions made.
+    """Build the drafter in the checkpoint's dtype, attached to the target; return it with the assumptions made.
 
     Raises:
         UserError: As `import_drafter`.
@@ -179,7 +179,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the config, its sections' keys at the top, and all tensors of all weights files.
+    """Read a checkpoint: its config, with the keys of sections moved to the top, and the tensors of all files.
 
     Raises:
         UserError: The folder has no weights files, or they are damaged or not all there.
@@ -202,7 +202,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         except Exception as error:
             raise UserError(f"{file} cannot be read ({reason(error)}): fetch it again") from None
         if not isinstance(read, dict) or not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in read.items()):
-            raise UserError(f"{file} holds something else than tensors by name: save the model's state dict alone")
+            raise UserError(f"{file} holds more than tensors by name: save the model's state dict alone")
         tensors |= read
     keys = Keys(read_json(config, dict[str, Any], "fetch it again"))
     if any(INSIDE_A_MODEL.match(name) for name in tensors):
@@ -271,7 +271,7 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool)
                 "import one that was made for this target, or, if it is a whole model, name it as the model of a "
                 "`kind: draft_model` in eval.methods; one for this target's base is a start (`drafter.init`)"
             )
-        notes.append(f"its {name} is not this target's, which was taken")
+        notes.append(f"its {name} is not this target's; the target's is used")
     return notes
 
 

@@ -26,9 +26,9 @@ class Refusal:
     """Rule by which a layout refuses some drafters of a kind that it supports.
 
     Args:
-        drafters: The refused drafters, in words for the documents.
+        drafters: Which drafters are refused, in words for the documentation.
         applies: Returns whether a drafter of this config is refused.
-        why: The reason; a template for `str.format` with the drafter's `config`.
+        why: The reason, for the message; a `str.format` template with the drafter's `config`.
         recipe_line: Recipe line that makes the drafter expressible.
     """
 
@@ -42,17 +42,17 @@ class Refusal:
 
 
 def has_plain_logits(config: DrafterConfig) -> bool:
-    """Return whether logits are an LM head's plain output: of the drafter's own head, or the target changes nothing."""
+    """Return whether logits are an LM head's plain output: an own head's, or the target has no scale and cap."""
     return config.has_own_heads or config.target_logits.is_plain
 
 
 def has_uncapped_logits(config: DrafterConfig) -> bool:
-    """Return whether a reader that supports `logit_scale` only, as vLLM's EAGLE classes, gives the same logits."""
+    """Return whether readers that know only `logit_scale`, such as vLLM's EAGLE classes, give the same logits."""
     return config.has_own_heads or config.target_logits.cap is None
 
 
 def has_targets_class(config: DrafterConfig) -> bool:
-    """Return whether the drafter as a model of the target's own class would give the same logits."""
+    """Return whether a model of the target's own class with the drafter's weights gives the same logits."""
     return has_plain_logits(config) or config.layers == "target"
 
 
@@ -96,7 +96,7 @@ class Exporter:
     by_plugin: bool = False
 
     def refusal(self, config: DrafterConfig) -> str | None:
-        """Return why it cannot express this drafter, and the recipe line that would help; None if it can."""
+        """Return why this format cannot express the drafter, and a recipe line that helps; None if it can."""
         refusals = self.refusals if self.logits_fit(config) else (*self.refusals, OTHER_LOGITS)
         return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
@@ -107,7 +107,7 @@ def drafted_tokens(config: DrafterConfig) -> int:
 
 
 def speculators_keys(drafter: Drafter, layers: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of every config of the speculators library: its kind, its layers, and the target."""
+    """Return the keys that every config of the speculators library has: its kind, its layers, and the target."""
     kind = drafter.config.kind
     return {
         "speculators_model_type": kind,
@@ -152,10 +152,10 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool 
 
 
 def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
-    """Build the rule that refuses drafters whose option has another value.
+    """Build the rule that refuses drafters whose `option` is not `value`.
 
     Args:
-        otherwise: Another recipe line that would help.
+        otherwise: Another recipe line that makes the drafter expressible.
     """
     text = json.dumps(value).strip('"')
     line = f"drafter.options.{option}={text}" + (f", or {otherwise}" if otherwise else "")
@@ -163,7 +163,7 @@ def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
 
 
 def no_scaled_embeddings(why: str, layers: Collection[str] = ("target", *OTHER_KINDS)) -> Refusal:
-    """Build the rule that refuses drafters with such `layers` for Gemma's targets, which scale their embeddings."""
+    """Build the rule that refuses Gemma targets, which scale embeddings, for drafters with these `layers`."""
 
     def applies(config: DrafterConfig) -> bool:
         return config.target_config["model_type"].startswith("gemma") and config.layers in layers
@@ -220,7 +220,7 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
 
 
 def window_keys(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
-    """Return the keys of a config that give all layers the drafter's window, or none.
+    """Return config keys that give all layers the drafter's sliding window, or none.
 
     Qwen 3 of transformers drops `sliding_window` unless `use_sliding_window` is set; engines look at `layer_types`.
     """
@@ -248,7 +248,7 @@ def borrowed_head(drafter: Drafter, recipe_line: str) -> Tensor:
     """Return the weight [V', D] of the LM head that a drafter takes from its target, in the drafter's dtype.
 
     Args:
-        recipe_line: Recipe line for a drafter whose head need not be written.
+        recipe_line: Recipe line, for the message, of a drafter that needs no copy of the target's head.
 
     Raises:
         UserError: The head has a bias.

@@ -72,8 +72,8 @@ ROPE = Refusal(
         (config.layers_of.get("rope_parameters") or {}).get("rope_type", "default")
         not in ("default", "linear", "llama3")
     ),
-    "its files have one factor for each frequency of RoPE, and {config.layers_of[rope_parameters][rope_type]} has "
-    "others for other lengths",
+    "its files have one factor for each frequency of RoPE, and {config.layers_of[rope_parameters][rope_type]} "
+    "changes the factors with the length",
     "a target with plain RoPE",
 )
 EAGLE3_RULES = (
@@ -82,8 +82,8 @@ EAGLE3_RULES = (
     only("sliding_window", None, "its EAGLE-3 layer attends to all tokens"),
     NO_ATTENTION_BIAS,
     eagle.THREE_LAYERS,
-    only("fc_norm", False, "its EAGLE-3 loader knows no fc_norm"),
-    only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
+    only("fc_norm", False, "its EAGLE-3 loader does not support fc_norm"),
+    only("norm_output", False, "its EAGLE-3 loader does not support norm_output"),
 )  # fmt: skip
 OF_ITS_SELECTOR = Refusal(
     "more candidates than fit into a row",
@@ -93,7 +93,7 @@ OF_ITS_SELECTOR = Refusal(
 )
 DRAFT_MODEL_RULES = (
     *causal_lm.DRAFT_MODEL_RULES,
-    no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
+    no_layers_but(ARCHITECTURES, "draft models with {config.layers_of[model_type]}'s layers are not supported yet"),
 )
 
 
@@ -131,7 +131,7 @@ def write_gguf(
     tokenizer: Sequence[Key],
     dtype: str,
 ) -> None:
-    """Write a checkpoint in an engine's layout as a GGUF file.
+    """Write a checkpoint, whose tensors have an engine's names, as a GGUF file.
 
     Args:
         architecture: Result of `architecture_of`.
@@ -166,7 +166,7 @@ def write_gguf(
 
 
 def architecture_of(method: str, layers_of: Mapping[str, Any]) -> str:
-    """Return `general.architecture` of a drafter's file, by the exporter's method and the drafter's layers."""
+    """Return the GGUF key `general.architecture`, from the exporter's method and the drafter's layers."""
     return OF_METHODS.get(method) or ARCHITECTURES[layers_of["model_type"]]
 
 
@@ -260,7 +260,7 @@ def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
     """Return all keys of the tokenizer in a target's GGUF file.
 
     Raises:
-        UserError: The file cannot be read, or is of a target of another size.
+        UserError: The file cannot be read, or belongs to a target of another size.
     """
     gguf = _package()
     try:
@@ -298,7 +298,7 @@ def _package() -> Any:
 
 
 def read_gguf(file: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:
-    """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
+    """Read the tensors of an exported GGUF file, in fp32, under the engine's names from which it was written.
 
     Args:
         config: Config in that layout.

@@ -33,7 +33,7 @@ ROWS_OF_TOKENS = ("lm_head.weight", "markov_head.markov_w2.weight")
 
 
 class Keys(dict[str, Any]):
-    """Values of a foreign `config.json` by key, those of its sections included."""
+    """Values of another program's `config.json` by key, including the keys of its sections."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -49,7 +49,7 @@ class Keys(dict[str, Any]):
         raise UserError(f"config.json: `{key}` is missing: add the value that the drafter was trained with")
 
     def whole(self, key: str, lowest: int = 0) -> int:
-        """Return a whole number.
+        """Return the key's value, which must be a whole number.
 
         Raises:
             UserError: The key is missing, or its value is no whole number from `lowest`.
@@ -60,7 +60,7 @@ class Keys(dict[str, Any]):
         return value
 
     def wholes(self, key: str, values: Any = None) -> list[int]:
-        """Return a list of whole numbers: `values`, or those of the key.
+        """Return `values`, or by default the key's value, which must be a list of whole numbers.
 
         Raises:
             UserError: The key is missing, or its value is no list of whole numbers.
@@ -71,10 +71,10 @@ class Keys(dict[str, Any]):
         return values
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a value that is true or false; `default` if it is missing or null.
+        """Return the key's value, which must be true or false; `default` if it is missing or null.
 
         Raises:
-            UserError: It is neither.
+            UserError: The value is neither true nor false.
         """
         value = self.get(key)
         if value is not None and type(value) is not bool:
@@ -82,7 +82,7 @@ class Keys(dict[str, Any]):
         return default if value is None else value
 
     def draft_tokens(self) -> int | None:
-        """Return the number of draft tokens in a round that a config of speculators names; None without one."""
+        """Return the number of draft tokens in a round, if this is a config of speculators that names it, or None."""
         value: Any = self
         for part in ("speculators_config", "proposal_methods", 0, "speculative_tokens"):
             try:
@@ -94,20 +94,20 @@ class Keys(dict[str, Any]):
 
 @dataclass
 class Checkpoint:
-    """Config and tensors by name, in the layout of a reader."""
+    """A checkpoint in another program's layout: its config, and its tensors by name."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
     @property
     def keys(self) -> Keys:
-        """Return the config's values, checked where they are read."""
+        """Return the config as `Keys`, whose methods check each value that is read."""
         return Keys(self.config)
 
 
 @dataclass
 class Parameters:
-    """A kind of drafter, its options, and its state dict.
+    """A checkpoint converted to our terms: kind of drafter, options, and state dict.
 
     Args:
         borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
@@ -130,7 +130,7 @@ class Parameters:
 
 
 def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove embedding and head from a state dict. Returns them by name."""
+    """Remove embedding and LM head from a state dict; return them by name."""
     names = ("embed_tokens", "lm_head")
     return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
 
@@ -141,7 +141,7 @@ def all_tokens(vocabulary: int) -> dict[str, Tensor]:
 
 
 def with_own_head(params: Parameters) -> Parameters:
-    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
+    """Make a checkpoint's LM head the drafter's own, with a draft vocabulary of all tokens."""
     head = params.borrowed["lm_head"]
     others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
     options = {**params.options, "draft_vocab_size": len(head)}
@@ -157,7 +157,7 @@ def drafted_ids(d2t: Tensor) -> Tensor:
 def read_draft_vocabulary(state: dict[str, Tensor], keys: Keys, vocabulary: int) -> int | None:
     """Check a checkpoint's draft vocabulary, and sort it by id, in place, together with the rows of its heads.
 
-    `d2t` holds offsets, or where `t2d` shows it, ids; afterwards it holds offsets. Without one, `t2d` names the tokens.
+    `d2t` may hold offsets, or ids if `t2d` shows that; afterwards it holds offsets. Without `d2t`, `t2d` is used.
 
     Returns:
         W, the number of drafted tokens; None if these are all tokens, in their order, so that no map is needed.
@@ -169,7 +169,7 @@ def read_draft_vocabulary(state: dict[str, Tensor], keys: Keys, vocabulary: int)
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size = keys.whole("draft_vocab_size", 1) if keys.get("draft_vocab_size") is not None else None
     if t2d is not None and t2d.shape != (vocabulary,):
-        raise UserError(f"t2d is {list(t2d.shape)} where the target has {vocabulary} tokens: import its own drafter")
+        raise UserError(f"t2d is {list(t2d.shape)} where the target has {vocabulary} tokens: import a drafter for it")
     marked = None if t2d is None else t2d.bool().nonzero().flatten()
     if d2t is None:
         if size in (None, vocabulary):
@@ -235,7 +235,7 @@ def window_of(keys: Keys) -> int | None:
 
 
 def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> dict[str, str]:
-    """Describe the keys in which the layers of a config, as transformers reads it, differ from our layers.
+    """Describe, by key, how the layers of a config (as transformers reads it) differ from our layers.
 
     Args:
         layer_config: The config that our layers are built from.
@@ -310,7 +310,7 @@ def read_layers(
             preferred.
 
     Raises:
-        UserError: Its layers do not have the target's shape, or it has another vocabulary.
+        UserError: The checkpoint's layers do not have the target's shape, or it has another vocabulary.
     """
     keys = checkpoint.keys
     model_type, fits, differences = keys.get("model_type"), list[tuple[str, bool]](), list[str]()

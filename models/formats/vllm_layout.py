@@ -65,7 +65,7 @@ def needs_target(config: DrafterConfig) -> bool:
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
-    """Convert a parallel drafter, attached to its target if `needs_target`, for vLLM with the plugin."""
+    """Convert a parallel drafter to the layout of the vLLM plugin; attach it first if `needs_target`."""
     ours = drafter.config
     layers = [] if ours.inputs == "embedding" else list(ours.feature_layers)
     last = ours.target_config["num_hidden_layers"]
@@ -107,7 +107,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Convert such a checkpoint back into our parameters.
+    """Convert a checkpoint that `to_vllm` wrote back into our parameters.
 
     Raises:
         UserError: The checkpoint was made for a target of another shape.

@@ -87,7 +87,7 @@ def make_layer(config: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
 
 
 def number_masks(is_mask_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row [N] the last row up to it that is no mask, and its distance from that row."""
+    """Return for each row [N] the index of the last row up to it that is no mask, and the distance to that row."""
     rows_n = torch.arange(len(is_mask_n), device=is_mask_n.device)
     token_row_n = torch.cummax(rows_n.masked_fill(is_mask_n, 0), dim=0).values
     return token_row_n, rows_n - token_row_n
@@ -95,7 +95,7 @@ def number_masks(is_mask_n: Tensor) -> tuple[Tensor, Tensor]:
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0})
 class ParallelLayers(nn.Module):
-    """Inputs, layers and norm of the drafter: the part that vLLM compiles. Names are the checkpoint's."""
+    """Inputs, layers and norm of the drafter: the part that vLLM compiles. Parameters have the checkpoint's names."""
 
     def __init__(self, *, vllm_config: VllmConfig, first_layer: int, prefix: str = "") -> None:
         super().__init__()
@@ -122,11 +122,11 @@ class ParallelLayers(nn.Module):
             self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normed states [N, D or D + r] for the LM head, and the states [N, W] that vLLM feeds back.
+        """Run all rows; return normed states [N, D or D + r] for the LM head, and states [N, W] that vLLM feeds back.
 
         Args:
             input_ids: Tokens and mask ids [N].
-            hidden_states: Results of `combine_hidden_states`, or what was fed back [N, W].
+            hidden_states: Results [N, W] of `combine_hidden_states`, or the states that vLLM feeds back.
         """
         inputs = hidden_states[:, : self.width]
         if self.in_one_forward:
@@ -162,7 +162,7 @@ class VllmParallelDrafter(Eagle3LlamaForCausalLM):
     """The draft model. It is of EAGLE-3's class since vLLM's proposer asks for one (`llm_base_proposer.py`).
 
     Raises:
-        ValueError: More tokens are to be drafted than the drafter has masks and one, or the target is another one than
+        ValueError: More tokens are to be drafted than the number of masks + 1, or the target is another one than
             the drafter was trained for.
     """
 
@@ -204,7 +204,7 @@ class VllmParallelDrafter(Eagle3LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ParallelLayers.forward`.
+        """Run the layers on the rows of a batch; arguments and results as in `ParallelLayers.forward`.
 
         Raises:
             ValueError: The target gives embeddings in place of token ids, as models with images do.
@@ -228,7 +228,7 @@ class VllmParallelDrafter(Eagle3LlamaForCausalLM):
         return functional.pad(self.fuse_features(normed.flatten(1)), (0, spare)).reshape(*rows, self.width + spare)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Map normed states [N, D or D + r] to logits of the target's vocabulary, -inf for what is not drafted.
+        """Map normed states [N, D or D + r] to logits of the target's vocabulary, -inf for tokens never drafted.
 
         With a Markov head the logits of a depth depend on the token drafted before it, here greedily; rows of a request
         lie one after the other.
@@ -285,10 +285,10 @@ class VllmParallelDrafter(Eagle3LlamaForCausalLM):
 
 
 def check_fits(config: Any, target_config: Any, num_drafted: int) -> None:
-    """Check that this target is the one that the drafter was trained for, and the number of drafted tokens.
+    """Check that the drafter was trained for this target, and has enough masks for `num_drafted` tokens.
 
     Raises:
-        ValueError: One of them does not fit.
+        ValueError: The target is another one, or the drafter has too few masks.
     """
     if num_drafted > config.num_masks + 1:
         raise ValueError(

@@ -73,7 +73,7 @@ def attend(
     returns [1, N, H, Dh]: `GroupAttention` in training, `CachedAttention` over a KV cache in decoding.
     """
     if row_attention is None:
-        raise ValueError("the drafter's layers need `row_attention`")
+        raise ValueError("the drafter's layers need the argument `row_attention`, such as a `GroupAttention`")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return row_attention.attend(module.layer_idx, query, key, value, scale), None
 
@@ -85,7 +85,7 @@ class GroupAttention:
         groups: Layout of the rows, with the documents of `group_attention`.
         backend, causal, window: As in `group_attention`.
         depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
-        keeps: Keep keys and values, as rows of further depths follow that attend to them.
+        keeps: Store keys and values, so that the rows of deeper depths can attend to them.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class GroupAttention:
         self._earlier.setdefault(layer_index, []).append((self._to_grid(k_bhnd), self._to_grid(v_bhnd)))
 
     def resume(self, depths: DepthRows) -> None:
-        """Continue with the rows of the next depths, on a grid of only these depths."""
+        """Continue with the query rows of the next depths, on a grid of only these depths."""
         _, self._shape, self._index_n = depths
         self._is_full = False
 
     def attend(self, layer_index: int, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, scale: float) -> Tensor:
-        """Return [1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
+        """Attend: queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh] of packed rows -> outputs [1, N, H, Dh]."""
         keys_values = [*self._earlier.get(layer_index, []), (self._to_grid(k_bhnd), self._to_grid(v_bhnd))]
         if self._keeps:
             self._earlier[layer_index] = keys_values
@@ -145,16 +145,16 @@ def group_attention(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Attend from every depth to the real past and to the masks of its group, the earlier ones or all.
+    """Attend from every depth to the real tokens up to its group's, and to the group's masks, earlier ones or all.
 
     Args:
         q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
         scale: Factor on the scores; 1/sqrt(Dh) by default.
-        documents: Documents that the S positions consist of, if several, which do not see each other.
+        documents: Bounds of several documents in the S positions, if any, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
-        window: Number of tokens that a query sees, its own position included; above the rows of a draft; None: all.
+        window: Number of tokens that a query sees, its own position included, more than a group has; None: all.
 
     Returns:
         [B, H, Q, S, Dh].

@@ -50,9 +50,9 @@ def group_mask(
     window: int | None = None,
     document_s: Tensor | None = None,
 ) -> Tensor:
-    """Return True where a query may attend to a key.
+    """Return a bool mask, True where a query may attend to a key.
 
-    Of two groups, with two masks each; a dot where nothing is seen:
+    For two groups with two masks each (1: the row's query sees the key; dot: it does not):
 
         key      x0  x1   m1 of x0, x1   m2 of x0, x1
         x0        1   .        .   .          .   .      every row: the real tokens up to its own group's
@@ -64,12 +64,12 @@ def group_mask(
 
     Args:
         query: Places on a grid [G, S], flattened: depth * S + position. Broadcasts with `key`.
-        key: The same.
+        key: Places of the keys, numbered in the same way.
         length: S.
         causal: Whether a mask sees no later mask of its group.
         window: Number of tokens that a query sees, up to and including its own position; None: all. A mask of depth j
             stands j after its group's token.
-        document_s: [S] the document of each position; nothing is seen in another.
+        document_s: [S] number of the document at each position; a query sees no other document.
     """
     query_depth, query_position = query // length, query % length
     key_depth, key_position = key // length, key % length
@@ -82,7 +82,7 @@ def group_mask(
 
 
 def number_documents(documents: Documents, length: int) -> Tensor:
-    """Return the number of the document at each of S positions, [S]."""
+    """Return for each of S positions the number of its document, [S]."""
     bounds_d, _ = documents
     position_s = torch.arange(length, device=bounds_d.device, dtype=bounds_d.dtype)
     return torch.searchsorted(bounds_d[1:], position_s, right=True)
@@ -98,7 +98,7 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Return h_{t-1} at t [B, S, F], the feature that predicted x_t; zeros for a document's first token."""
+    """Shift features [B, S, F] by a token: at t h_{t-1}, which predicted x_t; zeros for a document's first token."""
     # Not torch.cat, which autocast to bf16 rejects for features in fp16.
     previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:
@@ -111,7 +111,7 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
     """Return labels [B, G, S]: of depth j+1 at t, x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
 
     A run of ones is an answer, or a part of one (`data.loops`, `data.reasoning`): no label crosses a token without
-    loss, so the G-1 groups before a hole lack deep labels.
+    loss, so the G-1 groups before such a token lack deep labels.
     """
     batch, length = input_ids_bs.shape
     labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)
@@ -125,7 +125,7 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S]."""
+    """The groups of a batch: tokens, labels, and the N query rows to compute, in the order of a grid [B, R, S]."""
 
     input_ids: Tensor  # [B, S]
     labels_bgs: Tensor  # of the last G rows of a group, -100 without a label
@@ -153,11 +153,11 @@ class Groups:
         Args:
             input_ids: [B, S].
             labels_bgs: [B, G, S], -100 without a label. A label at depth j implies labels at all smaller depths.
-            active_brs: [B, R, S] bool. If R > G, a group has rows at all depths but the first, or none; if no group has
-                any, one is added.
+            active_brs: [B, R, S] bool, the rows to compute. If R > G, a group has rows at all depths but the first, or
+                none; if no group has any, one is added.
             position_ids: [B, S], which start again at each document of packed sequences.
-            first_token: Whether documents have a row for their first token; sequences of one token have it.
-            in_documents: Join the sequences of a batch to one too, each as one document or several.
+            first_token: Whether documents have a row for their first token; sequences of one token always have it.
+            in_documents: Join the sequences of a batch to one for attention, as documents that do not see each other.
         """
         batch, num_rows, length = active_brs.shape
         shape = (batch, num_rows, length)
@@ -199,7 +199,7 @@ class Groups:
 
     @property
     def first_depth(self) -> int:
-        """Return the row of a group that predicts depth 1."""
+        """Return the number in its group (0..R-1) of the row that predicts depth 1."""
         return self.shape[1] - self.labels_bgs.shape[1]
 
     @cached_property
@@ -227,7 +227,7 @@ class Groups:
         return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.row_n
 
     def labels(self, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the labels of the rows with these indices among the N.
+        """Return the depths and labels of M rows, given their indices [M] among all N rows.
 
         Returns:
             [M] each: depths from 0, labels, and the index among the P tokens of the token before each label, whose
@@ -239,14 +239,14 @@ class Groups:
         return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m
 
     def on_grid(self, place_m: Tensor, rows_mx: Tensor, fill: float = 0.0) -> Tensor:
-        """Return values [M, X] of the rows with these places among the N by group, [B, G, S, X]; `fill` elsewhere."""
+        """Scatter values [M, X] of rows (indices `place_m` among the N) to a grid [B, G, S, X]; `fill` elsewhere."""
         batch, num_depths, length = self.labels_bgs.shape
         slot_m = self.token_n[place_m] * num_depths + self.row_n[place_m] - self.first_depth
         grid = rows_mx.new_full((batch * length * num_depths, rows_mx.shape[-1]), fill)
         return grid.index_copy(0, slot_m, rows_mx).view(batch, length, num_depths, -1).transpose(1, 2)
 
     def rows_of_depths(self, *runs: int) -> list[DepthRows]:
-        """Return the rows of consecutive runs of depths with these lengths; runs without rows are left out."""
+        """Split the rows into runs of consecutive depths (1, 3: depth 0, then 1 to 3); drop runs without rows."""
         batch, num_rows, length = self.core_shape
         order_n, found, first = self.row_n.argsort(stable=True), list[DepthRows](), 0
         for count in runs:
@@ -260,7 +260,7 @@ class Groups:
         return found
 
     def document_lengths(self) -> Tensor:
-        """Return the number of tokens of each token's document [B, S], up to its last label; 0 without labels."""
+        """Return for each token [B, S] the length of its document up to the last label; 0 for one without labels."""
         batch, _, length = self.shape
         position_ids = (
             torch.arange(length, device=self.token_n.device) if self.position_ids is None else self.position_ids
@@ -275,9 +275,9 @@ class Groups:
 
     @cached_property
     def labelled_by_depth(self) -> list[Tensor]:
-        """Return for each depth the places of its labelled rows among the N, if all rows of masks have labels.
+        """Return for each depth the indices of its labelled rows among the N. Every mask's row must have a label.
 
-        They have, unless a group is computed whole, as DFlash's.
+        That is not so for DFlash, which computes whole groups.
         """
         masks = self.counts_r[1:]
         order_m = self.labelled_m[self.row_n[self.labelled_m].argsort(stable=True)]
@@ -285,7 +285,7 @@ class Groups:
 
 
 def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: torch.Generator | None = None) -> Tensor:
-    """Return [B, G, S] bool: the masks that carry a label, and the real tokens up to the last group that has one.
+    """Choose the rows to compute, [B, G, S] bool: masks with a label, and real tokens up to the last labelled group.
 
     Args:
         labels_bgs: [B, G, S], -100 without a label. A label at depth j implies labels at all smaller depths.

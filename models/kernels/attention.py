@@ -1,4 +1,4 @@
-"""Attention of a few rows to a long cache: by our kernels where they take the tensors, else by torch's.
+"""Attention of a few query rows to a long KV cache: by our kernels where they support the tensors, else by torch's.
 
 transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
 verification.
@@ -22,7 +22,7 @@ OWN_SDPA = "own_sdpa"
 def own_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend: query [B, H, n, D], key, value [B, G, S, D], additive or bool mask [B or 1, 1, n, S] -> [B, n, H, D]."""
+    """Attend as `sdpa`: query [B, H, n, D], key, value [B, G, S, D], any mask [B or 1, 1, n, S] -> [B, n, H, D]."""
     if options.get("position_bias") is None and options.get("cache") is None:
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -21,8 +21,8 @@ MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torc
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return True if our kernel supports query [B, H, R, D], with an additive mask [1, 1, R, S] or None for one row.
 
-    Keys and values must be like the query: in dtype, in head size (DeepSeek's values, for one, are of another), and
-    contiguous in it.
+    Keys and values must have the query's dtype and head size (DeepSeek's values, for one, have another), and be
+    contiguous in the latter.
     """
     batch, _, rows, head_size = query.shape
     return (
@@ -46,9 +46,9 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 class PackedLinear(nn.Linear):
     """A frozen linear layer with a second, packed copy of its weight; a plain one where the copy cannot be used.
 
-    torch reads a weight at a third to a half of the memory's speed when a few rows are multiplied by it; from a packed
-    copy `cpu_kernels.cpp` reads it at all of it, and a tree's rows cost what one costs until arithmetic is what counts.
-    The copy is the price: `packable_bytes`.
+    For a few rows torch reads a weight at a third to a half of the memory's speed, and `cpu_kernels.cpp` reads a packed
+    copy at full speed: all rows of a draft tree cost as much as one, until arithmetic takes longer than reading.
+    The copy takes memory: `packable_bytes`.
 
     `pack_linears` changes a layer's class in place, so that drafters that borrow the layer use the packed one.
     """
@@ -67,7 +67,7 @@ class PackedLinear(nn.Linear):
         return torch.ops.draftsmith.linear(input, self.packed, self.out_features, self.packed_bias)
 
     def pack(self) -> None:
-        """Pack again if the weight changed in place, as when an adapter is merged, or is another tensor."""
+        """Pack the weight again if it was changed in place (by merging an adapter, for one) or replaced."""
         weight, bias = self.weight, self.bias
         of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
         if self._packed_of != of:
@@ -91,9 +91,9 @@ def _is_read_here(logits: Tensor) -> bool:
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities.
+    """Return the `count` most likely columns of each row of logits [R, V], and their log probabilities, as lists.
 
-    Fewer where there are fewer columns.
+    A row of fewer than `count` columns gives all of them.
     """
     count = min(count, logits.shape[-1])
     if _is_read_here(logits):
@@ -144,7 +144,7 @@ def best_first(logits: Tensor, branch: int, nodes: int) -> tuple[list[int], list
 
 
 def largest(logits: Tensor) -> Tensor:
-    """Return the first argmax [...] of [..., V]. On a CPU `max` takes half of `argmax`'s time, in bf16 a fifth."""
+    """Return the first argmax of logits [..., V]. On a CPU `max` takes half of `argmax`'s time, in bf16 a fifth."""
     known = logits.device.type == "cpu" and logits.dtype in DTYPES
     if known and logits.dim() == 2 and logits.stride(-1) == 1 and has_kernels():
         return torch.ops.draftsmith.largest(logits)
@@ -164,7 +164,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """Return the bytes of packed copies of all frozen linear layers in fp32 or bf16, an upper bound."""
+    """Return an upper bound of the bytes that packed copies of all frozen fp32 and bf16 linear layers take."""
     weights = {
         id(module.weight): module.weight
         for module in model.modules()

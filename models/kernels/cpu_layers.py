@@ -4,8 +4,8 @@ A step of decoding is some hundred small operations, whose calls take longer tha
 Llama, Mistral, Qwen 2 and Qwen 3, packed by `pack_linears`, one call runs them all, with final norm and LM head. A
 prompt is read in several calls of at most `MOST_CALL_ROWS` rows. Other layers and other dtypes run as they are.
 
-Shapes: R rows, R' of them that logits are wanted of, E width that comes in, D hidden, L layers, G key-value heads, S
-columns of the cache, H head size, A angles of RoPE, V vocabulary.
+Shapes: R rows, R' of them with logits, E width that comes in, D hidden, L layers, G key-value heads, S
+columns of the cache, H head size, A angles of RoPE, V vocabulary, K masks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CpuLayers:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None, config: Any) -> CpuLayers | None:
-        """Build it from layers; None if `cpu_layers.h` does not support them.
+        """Build a `CpuLayers`; None if `cpu_layers.h` does not support these layers.
 
         Args:
             head: LM head; ignored if it is not packed, or of another dtype.
@@ -83,15 +83,15 @@ class CpuLayers:
     def set_fusion(
         self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, masks: Tensor, adds_last: bool
     ) -> None:
-        """Make `fuse` compute the rows' inputs: norms, concatenation, linear layer, masks.
+        """Set the modules with which `fuse` computes the layers' inputs: norms, concatenation, linear layer, masks.
 
-        Without effect if a tensor is of another dtype, or the linear layer is not packed.
+        Nothing is set if a tensor has another dtype than the layers, or the linear layer is not packed.
 
         Args:
-            linear: Projects the parts, the token's embedding if there is one and its features, each D wide, to D.
-            norms: The norm of each part.
-            masks: [K, D].
-            adds_last: Add the last fused row to the masks' rows after it (`mask_residual`).
+            linear: Projects the concatenated parts, the token's embedding (if any) and features, each D wide, to D.
+            norms: The norm of each part, in that order.
+            masks: Inputs [K, D] of the K [MASK]s that follow the newest token.
+            adds_last: Add the newest token's input to those of the masks (`mask_residual`).
         """
         is_known = embedding is None or type(embedding) is nn.Embedding
         modules: list[Any] = [linear, *norms, *([] if embedding is None else [embedding])]
@@ -100,11 +100,11 @@ class CpuLayers:
             self._fusion = linear, norms, cast("nn.Embedding | None", embedding), masks.detach(), adds_last
 
     def fuses(self, features: Tensor) -> bool:
-        """Return True if `fuse` takes these features."""
+        """Return True if `fuse` is set up, and takes features of this dtype."""
         return self._fusion is not None and features.dtype == self.dtype
 
     def fuse(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Return the inputs [n + K, D] of ids [n] with their features [n, F], and of the masks after them."""
+        """Compute the layers' inputs [n + K, D]: of n tokens [n] with features [n, F], then of the K masks."""
         assert self._fusion is not None
         linear, norms, embedding, masks, adds_last = self._fusion
         linear.pack()
@@ -114,7 +114,7 @@ class CpuLayers:
         ))  # fmt: skip
 
     def refresh(self) -> None:
-        """Read the weights again if they changed; called before a sequence."""
+        """Build the C++ layers again if weights changed; called before each sequence."""
         linears = [linear for layer in self._layers for linear in _linears(layer)]
         linears += [] if self._head is None else [self._head]
         norms = [norm for layer in self._layers for norm in _norms(layer) if norm is not None]
@@ -138,23 +138,23 @@ class CpuLayers:
         window: int | None = None,
         sees_later: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run rows through all layers; their keys and values are written into the cache.
+        """Run R rows (new tokens) through all layers; write their keys and values into the KV cache.
 
         Args:
-            inputs: [R, E] in the layers' dtype. If the first layer has a method `attention_input`, that gets them
-                and returns the residual stream [R, D] and what its projections read.
-            rotary: cos and sin [R, A].
-            keys, values: [L, 1, G, S, H].
+            inputs: [R, input width], in the layers' dtype. A method `attention_input` of the first layer, if any,
+                maps them to the residual stream [R, hidden size] and to the input of its projections.
+            rotary: RoPE's cos and sin [R, number of angles].
+            keys, values: The cache, [layers, 1, key-value heads, columns, head size].
             start: Column of the cache for the first row; the other rows follow it.
-            first_kept: The first row to return logits of, where there is an LM head.
-            reads_hidden: Whether hidden states are returned; without them the last layer leaves out earlier rows.
-            parents: The parents of a draft tree's nodes, -1 for none; the last R nodes are the rows. A row sees all
+            first_kept: The first row to return logits of, if there is an LM head.
+            reads_hidden: Whether hidden states are returned; if not, the last layer leaves out earlier rows.
+            parents: Parent of each node of a draft tree, -1 for none; the last R nodes are the rows. A row sees all
                 columns before the tree, its ancestors and itself. None: a row sees all rows before it.
             window: Number of positions that a row sees, its own included; None: all.
-            sees_later: Whether the rows see each other.
+            sees_later: Whether a row sees the rows after it too.
 
         Returns:
-            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V]; empty without a head.
+            Hidden states [R, hidden size] before and after the final norm; fp32 logits [R', V], empty without a head.
         """
         read = None
         if self._first_input is not None:
@@ -191,7 +191,7 @@ class CpuLayers:
 
 
 class CpuTarget:
-    """A causal language model whose forwards are one call; made by `of`.
+    """A causal language model whose forward is one C++ call on a CPU; made by `of`.
 
     Args:
         layers: The target's layers, final norm and LM head.
@@ -209,7 +209,7 @@ class CpuTarget:
         self._angles = cos, sin
 
     def refresh(self) -> None:
-        """Read the weights again if they changed; called before a sequence."""
+        """Build the C++ layers again if weights changed; called before each sequence."""
         self._layers.refresh()
 
     def allocate(self, cache: Any) -> None:
@@ -230,7 +230,7 @@ class CpuTarget:
 
         Args:
             features_only: Leave the LM head out.
-            num_layers: Leave out the layers after the first ones, this many.
+            num_layers: Use only this many of the first layers; None: all.
         """
         decoder: Any = target.base_model
         known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
@@ -254,7 +254,7 @@ class CpuTarget:
         window: int | None = None,
         first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Run N tokens at these positions; see `CpuLayers.forward`.
+        """Run N tokens at these positions; other arguments as in `CpuLayers.forward`.
 
         Args:
             taps: Feature layers, as in `FeatureTap`.
@@ -291,7 +291,7 @@ def _is_covered(layer: Any, config: Any) -> bool:
 
 
 def is_of_family(module: Any, part: str) -> bool:
-    """Return True if a module is exactly the class of this part in one of the supported families."""
+    """Return True if a module's class is exactly transformers' `part` (such as "MLP") of a supported family."""
     kind = type(module)
     return any(
         kind.__name__ == name + part and kind.__module__ == f"transformers.models.{family}.modeling_{family}"

@@ -87,7 +87,7 @@ def _built(compiler: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):
         if not _is_usable(library):
-            logger.warning("building %s for this processor, once: half a minute", SOURCE.name)
+            logger.warning("building %s for this processor, once; it takes half a minute", SOURCE.name)
             with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
                 made = Path(scratch, library.name)
                 _build(compiler, made)

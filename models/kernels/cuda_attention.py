@@ -135,12 +135,12 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with N rows of one sequence to C columns: softmax(scale q k' + mask) v.
+    """Attend with N query rows of one sequence to the C columns of its KV cache: softmax(scale q k' + mask) v.
 
     Args:
-        query: [1, H, N, D].
-        key, value: [1, Hkv, C, D], contiguous in D.
-        mask: [1, 1, N, C] additive, contiguous in C. Every row must see a column. None: every row sees all of them.
+        query: [1, H, N, D], of H query heads of size D.
+        key, value: [1, Hkv, C, D], of Hkv key-value heads, contiguous in D.
+        mask: [1, 1, N, C], added to the scores, contiguous in C. Every row must see a column. None: rows see all.
 
     Returns:
         [1, N, H, D], contiguous.
@@ -185,7 +185,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: flo
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return True if `split_attention` takes these tensors, whose shapes are its arguments'."""
+    """Return True if `split_attention` supports these tensors, given as its arguments of the same names."""
     batch, heads, rows, head_size = query.shape
     parts = (query, key, value)
     return (

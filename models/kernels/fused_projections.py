@@ -61,7 +61,7 @@ class FusedModule(nn.Module):
 
 
 class FusedAttention(FusedModule):
-    """Attention of Llama's, Mistral's, Qwen 2's and Qwen 3's layers, as in transformers, by two products."""
+    """Attention of Llama's, Mistral's, Qwen 2's and Qwen 3's layers, by two matrix products in place of four."""
 
     fused = ("q_proj", "k_proj", "v_proj")
     head_dim: int
@@ -77,7 +77,7 @@ class FusedAttention(FusedModule):
         past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from hidden states [B, S, D], with cos and sin [B, S, Dh]; returns [B, S, D], and the weights."""
+        """Attend from hidden states [B, S, D], with RoPE's cos and sin [B, S, Dh]; return [B, S, D] and weights."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (part.view(shape) for part in self.product(hidden_states))
         if hasattr(self, "q_norm"):
@@ -97,14 +97,14 @@ class FusedAttention(FusedModule):
 
 
 class FusedMLP(FusedModule):
-    """MLP of these families by two products."""
+    """MLP of Llama's, Mistral's and Qwen's layers, by two matrix products in place of three."""
 
     fused = ("gate_proj", "up_proj")
     act_fn: Any
     down_proj: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [..., D] to [..., D]."""
+        """Map hidden states [..., D] to the MLP's output [..., D]."""
         gate, up = self.product(x)
         out: Tensor = self.down_proj(self.act_fn(gate) * up)
         return out

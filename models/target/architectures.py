@@ -35,14 +35,14 @@ SLIDING = frozenset(["doge", "ministral3", "mistral", "mixtral", "phi3", "phimoe
 
 @dataclass(frozen=True)
 class LogitKeys:
-    """Keys of a config for the step from the LM head's product to logits: a factor, a divisor and a soft cap."""
+    """Config keys of what turns the LM head's product into logits: a factor, a divisor and a soft cap."""
 
     factor: str | None = None
     divisor: str | None = None
     cap: str | None = None
 
     def read(self, config: Any) -> LogitShape:
-        """Return the shape with the config's values; a key without a number changes nothing."""
+        """Return scale and cap from the config's values; a key without a number changes nothing."""
         factor, divisor, cap = (_number(config, key) for key in (self.factor, self.divisor, self.cap))
         return LogitShape((factor or 1.0) / (divisor or 1.0), cap or None)
 
@@ -71,7 +71,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def is_known(config: PreTrainedConfig) -> bool:
-    """Return True if the tables hold for a text model's config: transformers' own class, of a type that was tried."""
+    """Return True if this file's tables cover a text config: transformers' own class, of a tested `model_type`."""
     return config.model_type in KNOWN and type(config).__module__.startswith("transformers.")
 
 
@@ -79,7 +79,7 @@ def logit_shape(target: PreTrainedModel) -> LogitShape:
     """Return the function from the LM head's product to the target's logits, by its config.
 
     Raises:
-        UserError: The logits of this type are another function of the product.
+        UserError: The logits of this `model_type` are another function of the product.
     """
     config = target.config.get_text_config()
     if not is_known(config):
@@ -91,7 +91,7 @@ def logit_shape(target: PreTrainedModel) -> LogitShape:
 
 
 def other_logits(target: PreTrainedModel, difference: str = "") -> UserError:
-    """Return the error for a target whose logits the tables do not describe."""
+    """Return the error for a target whose logits are no scaled or capped product; `difference` goes into its text."""
     return UserError(
         f"the logits of {type(target).__name__} are not its LM head's, scaled or capped by the keys of its config that "
         f"are known{difference}, so that drafters would learn another distribution: use another target"

@@ -1,4 +1,4 @@
-"""Comparisons of what is assumed of a target with the target itself, for `doctor` and the start of a training."""
+"""Checks of assumptions about a target by running it, for `doctor` and the start of a training."""
 
 from contextlib import closing
 
@@ -21,7 +21,7 @@ PACKED_TOLERANCE_FRAC, PACKED_TOLERANCE_UNITS = 1e-3, 8.0
 
 @torch.no_grad()
 def check_logits(target: PreTrainedModel) -> LogitShape:
-    """Compare `logit_shape` with the target's own logits of a few tokens; returns the shape.
+    """Check `logit_shape` against the target's own logits of a few tokens; return the shape.
 
     Raises:
         UserError: The target's logits are another function of the LM head's product.
@@ -40,7 +40,7 @@ def check_logits(target: PreTrainedModel) -> LogitShape:
 
 
 def keeps_documents_apart(target: PreTrainedModel) -> bool:
-    """Return True if packed documents have the features that each has alone, by a short forward."""
+    """Return True if packed documents get the same features as each document alone; runs a short forward."""
     ids_s = torch.arange(sum(PACKED_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
     positions_s = torch.cat([torch.arange(length, device=target.device) for length in PACKED_LENGTHS])
     packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]

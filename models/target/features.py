@@ -33,10 +33,10 @@ def target_features(
     """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed.
 
     Args:
-        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. A target that our kernels
-            run on a CPU does not run over it, and its features are zeros.
-        position_ids_bs: Of packed documents, from 0 on in each. Our kernels run one after the other, without a mask.
-        with_gradient: Of the target's weights.
+        attention_mask_bs: [B, S], 0 at padding, which must be on the right, where causal attention does not see it.
+            Our CPU kernels skip padding: its features are then zeros.
+        position_ids_bs: [B, S], from 0 on in each packed document. Our kernels run one document after the other.
+        with_gradient: Keep the graph, so that the features have gradients for the target's weights.
     """
     batch, length = input_ids_bs.shape
     cpu_target = None if with_gradient else _cpu_target(target, layers, length)
@@ -91,7 +91,7 @@ def _forward(
 
 
 class FeatureReader(Protocol):
-    """Reader of the target's features: its layers, and whether its loss compares with the target's distribution."""
+    """A drafter as a reader of features: which layers it reads, and whether its loss needs the target's p."""
 
     feature_layers: tuple[int, ...]
 
@@ -106,7 +106,7 @@ def required_layers(drafter: FeatureReader) -> tuple[int, ...]:
 
 
 def split_features(drafter: FeatureReader, features_bsf: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split features of `required_layers` into a drafter's [B, S, F] and, if it has one, its teacher's [B, S, D]."""
+    """Split features of `required_layers` into the drafter's [B, S, F] and its teacher's [B, S, D], if it has one."""
     if not drafter.needs_teacher:
         return features_bsf, None
     layers = required_layers(drafter)
@@ -199,7 +199,7 @@ def final_norm(target: PreTrainedModel) -> nn.Module:
     """Return the norm between the last decoder layer and the LM head.
 
     Raises:
-        UserError: It cannot be found.
+        UserError: No such norm can be found.
     """
     decoder = get_text_decoder(target)
     norms = [getattr(decoder, name, None) for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")]
@@ -215,7 +215,7 @@ def final_norm(target: PreTrainedModel) -> nn.Module:
 def drop_decoder_layers(target: PreTrainedModel) -> None:
     """Remove the decoder layers, which training on features from disk does not need.
 
-    A target whose layers cannot be found stays whole.
+    If the target's layers cannot be found, nothing is removed.
     """
     with contextlib.suppress(UserError):
         del decoder_layers(target)[:]

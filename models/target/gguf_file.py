@@ -2,7 +2,7 @@
 
 transformers dequantizes the architectures and quantizations that it supports (`gguf_file=`). The folder is in
 draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete. If it was
-cut or changed since, or others could have written it, the file is converted again.
+truncated or changed since, or other users can write to it, the file is converted again.
 """
 
 import logging
@@ -57,7 +57,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def get_gguf_file(recipe: TargetRecipe) -> Path:
-    """Return the GGUF file in the folder `target.model`, or download it from that repository."""
+    """Return the GGUF file in the folder `target.model`, or download it if that is a Hub repository."""
     assert recipe.gguf_file is not None
     folder = Path(recipe.model)
     if folder.is_dir():
@@ -88,7 +88,7 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
         except (struct.error, IndexError, KeyError, TypeError) as error:  # raised by its parser for a damaged file
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
-    logger.warning("converting %s, once: a minute for half a GB", file.name)
+    logger.warning("converting %s, once; half a GB takes a minute", file.name)
     what, location = "target.gguf_file", str(file)
     tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
     # From 5.19 on transformers keeps the weights packed where it has kernels for them, and warns where it has none.

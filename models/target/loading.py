@@ -88,10 +88,10 @@ def load_target(recipe: TargetRecipe | str, **values: Any) -> tuple[PreTrainedMo
 
 
 def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
-    """Load the target without its decoder layers: embedding, final norm and LM head, which is all that is read.
+    """Load the target without decoder layers: only embedding, final norm and LM head are read from disk.
 
-    Of a quantised checkpoint these are not quantised (FP8, AWQ, GPTQ and MXFP4 leave them alone). The config says the
-    true number of layers.
+    Quantised checkpoints (FP8, AWQ, GPTQ and MXFP4) leave these parts unquantised. The config keeps the full number
+    of layers.
 
     Raises:
         UserError: The model cannot be read or is not decoder-only, or one of these tensors is quantised or missing.
@@ -118,8 +118,8 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
     target, loaded = _read(location, read)
     if missing := sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])]):
         raise UserError(
-            f"target.model {recipe.model} has no plain {', '.join(missing)}, which training on servers' features "
-            "reads: name the unquantised checkpoint of the same model"
+            f"target.model {recipe.model} has no unquantised {', '.join(missing)}, which training on features from a "
+            "server reads: name the unquantised checkpoint of the same model"
         )
     target = text_alone(target, recipe.model)
     for key, value in whole.items():
@@ -131,8 +131,8 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        UserError: The tokenizer cannot be found or read, or its chat template is missing or lacks
-            `chat_template_kwargs`.
+        UserError: The tokenizer cannot be found or read, or its chat template is missing, or does
+            not read `chat_template_kwargs`.
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
@@ -170,7 +170,7 @@ def freeze_date(tokenizer: Any, day: date) -> None:
 
 
 def _each_template(templates: str | dict[str, str], change: Callable[[str], str]) -> Any:
-    """Change a template, or each of several named ones."""
+    """Apply `change` to a chat template, or to each of several named ones."""
     if isinstance(templates, str):
         return change(templates)
     return {name: change(template) for name, template in templates.items()}
@@ -210,7 +210,7 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
     """Load the target's generation config, or build it from the target's config.
 
     Raises:
-        UserError: The generation config is damaged; transformers would ignore it, with its end tokens.
+        UserError: The generation config is damaged; transformers would ignore it and its end tokens.
     """
     location = target_location(recipe)
     if (Path(location) / "generation_config.json").is_file():
@@ -222,7 +222,7 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
 
 
 def weights_hash(recipe: TargetRecipe) -> str | None:
-    """Return a hash of the weights' files in the target's folder, or the Hub's commit; loads no weights."""
+    """Return a hash of the weights files in the target's folder, or the commit on the Hub; load no weights."""
     folder = Path(target_location(recipe))
     if not folder.is_dir():
         load_target_config(recipe)
@@ -274,7 +274,7 @@ def _check_hub_adapter(recipe: TargetRecipe, location: str, revision: str | None
     """Check that a repository of the Hub is no LoRA adapter; a folder is checked with the recipe.
 
     Raises:
-        UserError: It is one.
+        UserError: The repository is a LoRA adapter.
     """
     causes = ("gated_repo", "missing_entries", "connection_errors")
     quietly = {f"_raise_exceptions_for_{cause}": False for cause in causes}
@@ -344,7 +344,7 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     """Return the recipe's device; default: CUDA if available, else CPU.
 
     Raises:
-        UserError: The device cannot be used, or by default there is a GPU that torch cannot use.
+        UserError: The device cannot be used, or none is given and torch cannot use this machine's GPU.
     """
     if recipe.device is None:
         if torch.cuda.is_available():
@@ -382,13 +382,13 @@ def device_sentence(device: torch.device) -> str:
 def longest_sequence_tokens(target: Any) -> int | None:
     """Return the longest sequence that the target can decode, in tokens; None if there is no limit.
 
-    It is the number of positions, or the smallest window if the target does not accept our masks.
+    The limit is the number of positions, or the smallest window if the target does not accept our masks.
     """
     return get_max_positions(target) if takes_masks(target) else tokens_within_windows(target)
 
 
 def session_tokens(target: Any, most: int = LONGEST_CHAT_TOKENS) -> int:
-    """Return `most` tokens of a prompt with its answer, or the target's limit if that is lower."""
+    """Return the most tokens of a prompt with its answer: `most`, or the target's limit if that is lower."""
     return min(most, longest_sequence_tokens(target) or most)
 
 

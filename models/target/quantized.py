@@ -15,7 +15,7 @@ from draftsmith.recipes.schema import TargetRecipe
 
 
 def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`; empty without `target.quantization`.
+    """Return the arguments of `from_pretrained` that quantise the target; none without `target.quantization`.
 
     Raises:
         UserError: bitsandbytes is not installed.

@@ -32,13 +32,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def name_base_model(target: PreTrainedModel) -> None:
-    """Set `base_model_prefix` for a class that has its wrapper's prefix, such as Llama 4's."""
+    """Correct `base_model_prefix` of a text model whose class has its wrapper's prefix, such as Llama 4's."""
     if target.base_model is target and isinstance(getattr(target, "model", None), PreTrainedModel):
         target.base_model_prefix = "model"
 
 
 def is_bidirectional(config: PreTrainedConfig) -> bool:
-    """Return whether the model is an encoder of a class that could be a decoder, such as BERT."""
+    """Return True if the model is an encoder, of a class that could also be a decoder, such as BERT."""
     could_be_either = any("is_decoder" in vars(each).get("__annotations__", {}) for each in type(config).__mro__)
     return could_be_either and not getattr(config, "is_decoder", False)
 
@@ -71,7 +71,7 @@ def use_configured_time_steps(target: PreTrainedModel) -> None:
 
 
 def dropped_by_sdpa(target: PreTrainedModel) -> list[str]:
-    """List the terms of this target's attention that `sdpa` does not have."""
+    """List the terms of this target's attention that `sdpa` would leave out."""
     modules = [*target.modules()]
     return [
         term

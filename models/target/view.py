@@ -76,5 +76,5 @@ def embedding_width(values: Mapping[str, Any]) -> int:
 
 
 def is_wrapper(config: PreTrainedConfig) -> bool:
-    """Return whether the checkpoint holds a text model and others, such as vision."""
+    """Return whether the checkpoint holds other models than the text model too, such as vision."""
     return config.get_text_config() is not config

@@ -25,13 +25,13 @@ RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
 @dataclass(frozen=True)
 class Window:
-    """A token attends to the last `tokens` tokens, itself included; with `chunked` to its chunk of `tokens` tokens."""
+    """Window in which a token attends to the last `tokens` tokens, itself included; `chunked`: to its own chunk."""
 
     tokens: int
     chunked: bool = False
 
     def hides(self, query_n: Tensor, key_s: Tensor) -> Tensor:
-        """Return [..., N, S]: True if a key is outside a query's window. Both are positions [..., n]."""
+        """Return a bool mask [..., N, S], True if a key is outside a query's window; both are given by position."""
         query_n1, key_1s = query_n[..., :, None], key_s[..., None, :]
         if self.chunked:
             return key_1s // self.tokens != query_n1 // self.tokens
@@ -46,9 +46,9 @@ class Windows:
     """The windows of a target's layers.
 
     Args:
-        by_type: Windows by type of layer, for the types that have one.
+        by_type: The window of each type of layer (a name in `layer_types`) that has one.
         types: All types of layers, sorted.
-        unknown: The smallest window that our masks do not support: of another form, or of an unknown type of target.
+        unknown: The smallest window that our masks cannot express: of another form, or of an unknown `model_type`.
     """
 
     by_type: Mapping[str, Window]
@@ -57,7 +57,7 @@ class Windows:
 
     @property
     def smallest(self) -> int | None:
-        """Return the tokens within which all layers attend to everything; None: always."""
+        """Return the length in tokens up to which every layer attends to the whole sequence; None: no limit."""
         sizes = [window.tokens for window in self.by_type.values()]
         return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
 
@@ -72,10 +72,10 @@ class Windows:
         return self.smallest is not None and length_tokens > self.smallest
 
     def masks(self, mask: Tensor, query_n: Tensor, key_s: Tensor) -> Masks:
-        """Build the masks of each type of layer from the mask of full attention.
+        """Build the attention mask of each type of layer from that of full attention.
 
         Args:
-            mask: Additive, [B, 1, N, S].
+            mask: Mask [B, 1, N, S] of full attention, added to the scores.
             query_n: Positions of the queries [N], or [B, 1, N].
             key_s: Positions of the keys [S], or [B, 1, S].
         """
@@ -87,7 +87,7 @@ class Windows:
         return made[self.types[0]] if len(self.types) == 1 else made
 
     def row_masks(self, visible_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
-        """Build the masks of a forward of one token per row, for rows of different lengths.
+        """Build the attention masks of a forward of one token per row of a batch, for rows of different lengths.
 
         Args:
             visible_as: [A, S] bool, the tokens of each row, at positions 0, 1, ...
@@ -138,7 +138,7 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def takes_masks(target: PreTrainedModel | PreTrainedConfig) -> bool:
-    """Return True if the target's masks can be built here, by type of layer."""
+    """Return True if this package can build the target's attention masks, one for each type of layer."""
     return get_windows(target).unknown is None
 
 
@@ -155,15 +155,15 @@ def get_max_positions(target: Any) -> int | None:
 
 
 def tokens_within_windows(target: Any) -> int | None:
-    """Return the length up to which full attention equals the windows; None if there is no limit."""
+    """Return the length in tokens up to which windows leave attention full; None if there is no limit."""
     known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
 
 
 def rope_switch(target: PreTrainedModel | PreTrainedConfig) -> int | None:
-    """Return the length beyond which a target's RoPE has other angles at all positions (`longrope`); None: it has not.
+    """Return the length in tokens beyond which RoPE changes its angles at all positions (`longrope`); None: never.
 
-    Keys that were computed before are of the other angles, so that the whole sequence must be read again.
+    Cached keys then have the old angles, so that the whole sequence must be read again.
     """
     config = target if isinstance(target, PreTrainedConfig) else target.config
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}

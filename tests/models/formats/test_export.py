@@ -100,11 +100,11 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("draft_model", "vllm", "gemma", {"layers": "llama"}, "scales embeddings", "drafter.options.layers=target"),
     ("eagle3", "sglang", "qwen3", FEATURES, "drops q/k norms", "drafter.options.layers=llama"),
     ("eagle3", "sglang", "qwen2", FEATURES, "no biases in the attention", "drafter.options.layers=llama"),
-    ("eagle3", "sglang", "llama", {"feature_layers": [0, 1, 3]}, "no number there", "without 0"),
+    ("eagle3", "sglang", "llama", {"feature_layers": [0, 1, 3]}, "have no number", "without 0"),
     ("eagle3", "sglang", "llama", {"feature_layers": [2, 3]}, "fuses three layers", "three layers in"),
-    ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_residual": True}, "as they are", "before_residual=false"),
+    ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_residual": True}, "their norm", "before_residual=false"),
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
-    ("dflash", "sglang", "llama", {"draft_vocab_size": 20}, "the target's whole head", "draft_vocab_size=null"),
+    ("dflash", "sglang", "llama", {"draft_vocab_size": 20}, "the target's whole LM head", "draft_vocab_size=null"),
     ("dflash", "vllm", "llama", {"mask_residual": True}, "newest token", "mask_residual=false"),
     ("dflash", "vllm", "llama", {"markov_rank": 5}, "DFlash has no Markov head", "drafter.kind=dspark"),
     ("dflash", "sglang", "llama", {"causal": True}, "every row sees every row", "causal=false"),
@@ -226,7 +226,7 @@ def test_shared_mask_is_the_embedding_of_the_mask_token(padding: int, mask: int,
     [
         (lambda tensors: tensors.pop("midlayer.hidden_norm.weight"), "layers.0.hidden_norm.weight differ"),
         (lambda tensors: tensors.update({"midlayer.extra": tensors["fc.weight"]}), "layers.0.extra differ"),
-        (lambda tensors: tensors["fc.weight"].add_(1e-6), "read back, fc.weight differ"),
+        (lambda tensors: tensors["fc.weight"].add_(1e-6), "tensors fc.weight differ when"),
     ],
 )
 def test_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_weights_that_are_not_there(published: Publish, tmp_path: Path) -> None:
     check("is no checkpoint: name a folder")
     file.unlink()
     torch.save({"state_dict": theirs.tensors}, file.with_name("pytorch_model.bin"))
-    check("holds something else than tensors by name")
+    check("holds more than tensors by name")
 
 
 def test_guessed_layers_are_reported(published: Publish, tmp_path: Path) -> None:
