@@ -261,7 +261,7 @@ def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Pat
     (tmp_path / "run" / "drafter").mkdir()
     (tmp_path / "run" / "drafter" / "settings.json").touch()
     engine.calls.clear()
-    with pytest.raises(UserError, match="holds a training that was started"):
+    with pytest.raises(UserError, match="holds an unfinished training"):
         run(all_of_them, tmp_path / "run" / "data", engine)
     assert engine.calls == []
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3

@@ -87,7 +87,7 @@ def test_rows_of_a_started_training_are_not_replaced(tmp_path: Path) -> None:
     write_distilled(data, [["Hello"], ["Bye"]])
     for folder in (data, tmp_path / "other" / "data"):
         with pytest.raises(
-            UserError, match=r"started on the rows of .*, is not finished.*: finish it with `draftsmith train`"
+            UserError, match=r"an unfinished training on the token dataset of .*: finish it with `draftsmith train`"
         ):
             build(folder)
     assert len(load(data)) == 1

@@ -100,7 +100,7 @@ def test_mixture_of_two_sources(tmp_path: Path) -> None:
     [
         ({"revision": "abc"}, "`revision` belongs to the entries of `mixture`: move it there"),
         ({"source": "b.jsonl"}, "`source` belongs to the entries of `mixture`: move it there"),
-        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: give one"),
+        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: set another"),
         ({"mixture": [{"source": "a", "weight": 0}]}, "Input should be greater than 0"),
         ({"split": "heldout"}, "`split: heldout` needs a `heldout_frac` above 0"),
     ],
