@@ -42,21 +42,21 @@ class UserError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, from a scheduler or `docker stop`; ends a command as Ctrl-C does."""
+    """Exception raised at SIGTERM, from a scheduler or `docker stop`; it ends a command as Ctrl-C does."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
-    """Return the end of a sentence about an unknown word: the most similar known one, or `otherwise`.
+    """Return "did you mean `X`?" with the known word that is most similar to `word`, or `otherwise` if none is similar.
 
     Args:
-        cutoff: The lowest similarity, from 0 to 1, by `difflib`.
+        cutoff: Lowest similarity that counts, from 0 to 1, by `difflib`.
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean `{nearest[0]}`?" if nearest else otherwise
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message in one line of limited length; its type's name if it has none."""
+    """Return an error's message as one line of at most 300 characters, or the name of its type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
 
@@ -65,7 +65,7 @@ def reason(error: BaseException) -> str:
 def exit_with_one_sentence() -> Iterator[None]:
     """Report `UserError`, Ctrl-C, SIGTERM and errors of disks and paths in one line on stderr, with a non-zero exit.
 
-    Any other error is a bug of ours and keeps its traceback.
+    Any other error is a bug in draftsmith and keeps its traceback.
     """
     try:
         with _sigterm_raises():
@@ -106,7 +106,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def os_error_message(error: Exception) -> str | None:
-    """Return a sentence about an error of a disk or a path, which libraries may wrap; None for other errors."""
+    """Return a one-sentence message for a disk or path error, also if a library wraps it; None for any other error."""
     number, file, text = None, getattr(error, "filename", None), str(error)
     if isinstance(error, OSError) and error.errno is not None:
         number = error.errno if error.errno in DISK_ERRORS or (file and error.errno in PATH_ERRORS) else None
@@ -120,17 +120,17 @@ def os_error_message(error: Exception) -> str | None:
         return None
     what = os.strerror(number)
     return (
-        f"{what[0].lower()}{what[1:]}{f': {file}' if file else ''}: make room or put that right (`ulimit -a` tells the "
-        "limits), or name another place (`runs_dir` and `name` in the recipe), then run the same command again to "
-        "continue"
+        f"{what[0].lower()}{what[1:]}{f': {file}' if file else ''}: free some space or correct the cause (`ulimit -a` "
+        "shows the limits), or choose another folder (`runs_dir` and `name` in the recipe), then run the same command "
+        "again to continue"
     )
 
 
 def masked(value: Any) -> Any:
-    """Remove secrets from a text, or from a tree of mappings and lists.
+    """Remove secrets, such as passwords and API keys, from a text or from a tree of mappings and lists.
 
-    Mappings lose such keys, which may be read from the environment instead. In a text secrets become `***`, as do the
-    credentials of a URL, unless the password is an environment variable (`http://me:$PASSWORD@host`).
+    A mapping loses the keys that hold a secret. In a text, a secret becomes `***`, as do user and password of a URL,
+    unless the password is an environment variable (`http://me:$PASSWORD@host`).
     """
     if isinstance(value, dict):
         return {key: masked(inner) for key, inner in value.items() if not _is_secret(str(key), str(inner))}
@@ -153,22 +153,22 @@ def _masked_credentials(credentials: re.Match[str]) -> str:
 
 
 def read_secret(variable: str, option: str) -> str:
-    """Return the value of an environment variable. A malformed name is probably the secret itself, and is not shown.
+    """Return the value of an environment variable; the error hides a malformed name, which is probably the secret.
 
     Args:
-        option: The option or key that names the variable, for the message.
+        option: Option or recipe key that names the variable, for the message.
 
     Raises:
         UserError: The variable is not set.
     """
     if not os.environ.get(variable):
         shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
-        raise UserError(f"{option}: there is no environment variable {shown}; give the name of one")
+        raise UserError(f"{option}: there is no environment variable {shown}: give the name of one that is set")
     return os.environ[variable]
 
 
 def read_api_key(variable: str, option: str) -> str:
-    """Return the API key in an environment variable, see `read_secret`.
+    """Return the API key that an environment variable holds, see `read_secret`.
 
     Raises:
         UserError: The variable is not set, or its value cannot be sent in an HTTP header.

@@ -1,4 +1,4 @@
-"""Files of a run: writes that are whole or not there, reads with validation; hashes, disks, the cache folder."""
+"""Files of a run: atomic writes, validated reads, hashes, free disk space, and the cache folder."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = Non
     """Read and validate a JSON file of a run's folder.
 
     Args:
-        form: Type for pydantic's validation, a dataclass or `dict[str, Any]`; unknown keys are dropped.
-        way_out: Advice for a damaged file.
-        key: Read the value of this key only.
+        form: Type to validate by pydantic, a dataclass or `dict[str, Any]`; unknown keys are dropped.
+        way_out: Advice for the error message, such as "delete it and run the same command again".
+        key: Read only the value of this key.
 
     Raises:
-        UserError: The file is not JSON, or not of this form.
+        UserError: The file cannot be read, is not JSON, or does not have this form.
     """
     try:
         values = from_json(file.read_bytes())
@@ -65,7 +65,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def append_whole(file: Path, lines: bytes) -> None:
-    """Append lines to a file, which may be missing, and wait until they are on disk; after an error none is there.
+    """Append lines to a file (created if missing) and wait until they are on disk; after an error it has none of them.
 
     Raises:
         OSError: The disk is full; the error names the file.
@@ -86,10 +86,10 @@ def append_whole(file: Path, lines: bytes) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that takes the place of `folder` when it is complete; after an error the old one remains.
+    """Yield an empty folder to write to, which replaces `folder` at the end of the context; on an error `folder` stays.
 
-    Both are in a temporary folder next to it, which is locked while this process works in it. What a killed process has
-    left there is deleted by the next call, and an old folder without a new one returns to its place.
+    The new folder is inside a temporary one next to `folder`, locked while this process writes. The next call deletes
+    what a killed process left there, and restores `folder` if the process was killed while it replaced it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
@@ -134,7 +134,7 @@ def _end_write(beside: Path, folder: Path) -> None:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Expand a leading `~`; a path under the home of an unknown user stays, and is no error as in `Path.expanduser`."""
+    """Expand a leading `~`. For an unknown user the path stays as it is, where `Path.expanduser` raises an error."""
     return Path(os.path.expanduser(path))
 
 
@@ -156,7 +156,7 @@ def check_writable(folder: Path) -> None:
 
 
 def share_as_usual(folder: Path) -> None:
-    """Set the permissions of `config.json` for the weights, which safetensors makes readable to their owner only."""
+    """Set a folder's safetensors files, readable only by their owner, to the permissions of its `config.json`."""
     config = folder / "config.json"
     if config.is_file():  # missing in a sharded save
         for file in folder.glob("*.safetensors"):
@@ -164,7 +164,7 @@ def share_as_usual(folder: Path) -> None:
 
 
 def is_own(file: Path) -> bool:
-    """Return True if only this user, or root, can write a file; on Windows always."""
+    """Return whether only this user, or root, can write to a file; always True on Windows."""
     if os.name != "posix":
         return True
     status = file.stat()
@@ -186,7 +186,7 @@ def bytes_text(size: float) -> str:
 
 
 def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """Convert the amount to the largest of these units in which it is at least 1."""
+    """Return the amount in the largest unit in which it is at least 1, and that unit; a unit is `step` of the last."""
     exponent = 0
     while amount >= step and exponent < len(units) - 1:
         amount, exponent = amount / step, exponent + 1

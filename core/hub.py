@@ -17,7 +17,7 @@ def hub_id(name: str) -> tuple[str, str | None] | None:
 
 @contextmanager
 def hub_errors(action: str, repo: str) -> Iterator[None]:
-    """Translate errors of huggingface_hub in this context, which must contain only its calls.
+    """Turn errors of huggingface_hub in this context, which must contain only its calls, into a `UserError`.
 
     Args:
         action: Start of the sentence, such as "nothing was pushed".

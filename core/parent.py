@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_parent() -> None:
     """End this spawned process when its parent ends; call it first in the process.
 
-    It may end at any time, as stages write their files atomically.
+    The process may be killed at any time: stages write their files atomically.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a process that multiprocessing spawned has a parent to end with"
@@ -27,6 +27,6 @@ def end_with_parent() -> None:
 
 
 def end_program_with_parent() -> None:
-    """Make the kernel end a child program with this one, on Linux; for `preexec_fn` of `subprocess.Popen`."""
+    """Make the Linux kernel end this child when its parent ends; pass it as `preexec_fn` to `subprocess.Popen`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

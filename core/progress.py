@@ -24,9 +24,9 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 def progress_bar(
     total: int, what: str, unit: str, initial: int = 0, unit_scale: bool = False, shown: bool = True
 ) -> Progress:
-    """Return a bar of `total` units, `initial` of them done before; hidden unless `shown`, or with `--quiet`.
+    """Return a tqdm bar of `total` units, of which `initial` are done already; `shown=False` and `--quiet` hide it.
 
-    A path in `what` is shortened to its last part. In a log file a stage of less than half a minute says nothing.
+    `what` is the label; a path in it is shortened to its last part. A log file gets a line every half minute.
     """
     from tqdm import tqdm  # reads the environment when it is imported
 
@@ -70,9 +70,9 @@ def is_quiet() -> bool:
 
 @contextmanager
 def configure_progress_bars(quiet: bool = False) -> Iterator[None]:
-    """Draw all progress bars every half minute unless stderr is a terminal; with `quiet` never.
+    """Configure all progress bars: live on a terminal, otherwise a line every half minute; with `quiet` none.
 
-    Enter it before importing the libraries, which read these variables when they are imported.
+    Enter this context before importing tqdm or Hugging Face libraries, which read its variables when they are imported.
     """
     values = QUIET if quiet else {} if sys.stderr.isatty() else IN_A_FILE
     before = {name: os.environ.get(name) for name in values}

@@ -19,7 +19,7 @@ PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "data
 
 @dataclass
 class Machine:
-    """A machine. processor: its model, if known; memory_bytes: in total, None where it is unknown."""
+    """A machine that measured results. processor: its model, if known; memory_bytes: its RAM, None if unknown."""
 
     platform: str
     processor: str
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass
 class Provenance:
-    """Provenance of one stage's results."""
+    """Origin of a stage's results: time, git commit, package versions, machine, and SHA-256 of input files by name."""
 
     time_utc: str
     commit: str | None
@@ -54,14 +54,14 @@ class Provenance:
 
     @staticmethod
     def now(inputs: dict[str, Path] | None = None) -> Provenance:
-        """Return the provenance of this process, now; `inputs` are files by name."""
+        """Return the provenance of results that this process writes now; `inputs`: input files by name, to hash."""
         hashes = {name: file_sha256(path) for name, path in (inputs or {}).items()}
         time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
 
 
 def source_commit() -> str | None:
-    """Return the commit of the source tree; None if we are installed, possibly inside another source tree."""
+    """Return the git commit of draftsmith's checkout (`-dirty` if it has changes); None if installed as a package."""
     here = Path(__file__).resolve()
     if shutil.which("git") is None:
         return None
@@ -76,7 +76,7 @@ def source_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that results depend on, as far as they are installed."""
+    """Return the versions of Python and of the installed packages among `PACKAGES_OF_RECORD`, by name."""
     result = {"python": platform.python_version()}
     for package in PACKAGES_OF_RECORD:
         try:

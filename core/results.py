@@ -26,11 +26,11 @@ _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:~-])/(?:[^\s/'",:{}\[\]]+/)+(?=[^\s/'"
 def write_result(
     file: Path, figures: dict[str, Any], command: str | None = None, provenance: Provenance | None = None
 ) -> None:
-    """Write a result file.
+    """Write measured figures to a JSON file, with machine, date, commit, versions and command.
 
     Args:
         figures: Values that JSON can hold.
-        command: Command that measures them again; default: this process's.
+        command: Command that measures them again; by default the command line of this process.
         provenance: Provenance of figures that another process measured; default: this process, now.
     """
     source = provenance or Provenance.now()
@@ -46,7 +46,7 @@ def write_result(
 
 
 def folded_json(value: Any, depth: int = 0) -> str:
-    """Format as readable JSON: short values, and those `FOLD_DEPTH` levels down, are on one line."""
+    """Format a value as readable JSON; values of up to `FOLD_CHARACTERS`, or at level `FOLD_DEPTH`, are on one line."""
     line = json.dumps(value)
     if depth == FOLD_DEPTH or len(line) <= FOLD_CHARACTERS or not isinstance(value, dict | list):
         return line
@@ -59,7 +59,7 @@ def folded_json(value: Any, depth: int = 0) -> str:
 
 
 def portable(value: Any) -> Any:
-    """Replace `/folders/of/this/machine/name` by `.../name` in a text, or in a tree of mappings and lists."""
+    """Shorten absolute paths of this machine to `.../name`, in a text or in a tree of mappings and lists."""
     if isinstance(value, dict):
         return {portable(key): portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from draftsmith.recipes.section import Section
 
 
 class ColumnsRecipe(Section):
-    """Names of a record's columns. Default: the usual names; two of them with different text are an error."""
+    """Names of a record's columns. By default the usual names are tried; if two of them differ, that is an error."""
 
     messages: str | None = Field(
         None,
@@ -34,8 +34,8 @@ class SourceRecipe(Section):
 
     source: str = Field(
         "stdlib",
-        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, the "
-        "folder of a distilled set, or `stdlib`, which ships with draftsmith",
+        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, a run's "
+        "`data` folder with distilled conversations, or `stdlib`, which ships with draftsmith",
     )
     name: str | None = Field(
         None, description="name of the source in counts and the data card; by default the file's or the dataset's"
@@ -49,7 +49,7 @@ class SourceRecipe(Section):
 
     @property
     def label(self) -> str:
-        """Name of the source in counts."""
+        """Return the source's name in counts: `name`, else the folder's or file's name without suffixes, or the id."""
         if self.name is not None:
             return self.name
         if Path(self.source).is_dir():
@@ -59,7 +59,7 @@ class SourceRecipe(Section):
 
 
 class MixedSourceRecipe(SourceRecipe):
-    """One source of a mixture."""
+    """One source of a mixture of conversations, an entry of `data.conversations.mixture`."""
 
     source: str = Field(description="one source of the mixture, in the form of `data.conversations.source`")
     weight: float = Field(
@@ -70,7 +70,7 @@ class MixedSourceRecipe(SourceRecipe):
 
 
 class FiltersRecipe(Section):
-    """Filters of valid conversations; the dropped ones are counted. Default: none."""
+    """Filters that leave out valid conversations, which are then counted. By default there are none."""
 
     max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
     max_tokens: int | None = Field(
@@ -83,8 +83,8 @@ class FiltersRecipe(Section):
 class ConversationsRecipe(SourceRecipe):
     """Sources of the prompts: one source, or a mixture of several.
 
-    The `weight`s of a mixture are shares of the conversations, until a source is exhausted; the others then continue
-    with theirs. They hold for the whole if `limit` is reached before.
+    The `weight` of a mixture's source is its share of the conversations until a source is exhausted; the others then
+    continue in proportion to their weights. If `limit` is reached before that, all conversations have these shares.
     """
 
     mixture: list[MixedSourceRecipe] = Field([], description="several sources to mix, in place of the one `source`")
@@ -99,8 +99,8 @@ class ConversationsRecipe(SourceRecipe):
         0.0,
         ge=0,
         lt=1,
-        description="share of the conversations to hold out, chosen by a hash of their ids; stdlib has a fixed "
-        "split instead, by module",
+        description="share of the conversations to hold out, chosen by a hash of their ids; `stdlib` has a "
+        "fixed split instead, by Python module",
     )
     decontaminate: list[str] | None = Field(
         None,
@@ -132,14 +132,14 @@ class ConversationsRecipe(SourceRecipe):
         labels = [source.label for source in self.sources]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
-            raise ValueError(f"`mixture` has two sources with the name {twice}: give one another `name`")
+            raise ValueError(f"`mixture` has two sources with the name {twice}: set another `name` for one")
         if self.split == "heldout" and not self.heldout_frac and any(s.source != "stdlib" for s in self.sources):
             raise ValueError("`split: heldout` needs a `heldout_frac` above 0")
         return self
 
     @property
     def sources(self) -> list[MixedSourceRecipe]:
-        """Sources of the mixture, or the single source, without `limit`, which applies to the whole."""
+        """Return the sources of the mixture, or the single source without its `limit`, which applies to the total."""
         if self.mixture:
             return self.mixture
         values = {key: getattr(self, key) for key in SourceRecipe.model_fields if key != "limit"}

@@ -6,8 +6,8 @@ A changed `kind` or `engine` drops the `options` next to it, which belong to the
 extended: they need no `name`. The override `drafter.kind` also drops `drafter.init`, and is added to the run's name.
 `{kind}` in the name of a method stands for `drafter.kind`.
 
-A recipe named by `drafter.init`, alone or with its own values (`quickstart drafter.kind=eagle`), is the first stage
-of a training in two. It has its own drafter and training; target, data, seed and `runs_dir` are those of the recipe
+A recipe named by `drafter.init`, alone or with overrides (`quickstart drafter.kind=eagle`), is the first stage of a
+training in two stages. It has its own drafter and training; target, data, seed and `runs_dir` are those of the recipe
 that names it, so that both stages learn from the same tokens.
 """
 
@@ -94,11 +94,11 @@ def _check_adapter(key: str, model: str | None) -> None:
 
 
 def adapter_error(key: str, model: str, file: Path) -> UserError:
-    """Return the error about a model that is a LoRA adapter.
+    """Return the error for a `model` that is only a LoRA adapter.
 
     Args:
         key: Key of the recipe that names the model.
-        file: Its `adapter_config.json`.
+        file: The adapter's `adapter_config.json`.
     """
     base = None
     with suppress(OSError, ValueError, AttributeError):
@@ -106,7 +106,7 @@ def adapter_error(key: str, model: str, file: Path) -> UserError:
     return UserError(
         f"key `{key}`: {model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole model: "
         "merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that folder "
-        "(docs/guides/train.md has the lines)"
+        "(docs/guides/train.md has the code)"
     )
 
 
@@ -231,10 +231,10 @@ def _unwritable(value: Any, key: str = "") -> str | None:
 
 
 def find_recipe(path: str | Path, child: Path | None = None) -> Path:
-    """Find the recipe's file: the path itself, or the shipped recipe of that name.
+    """Return the recipe's file: `path` itself, or the shipped recipe of that name.
 
     Args:
-        child: The file that extends it: relative paths start at its folder, and shipped names include `base/NAME`.
+        child: Recipe file that extends it: relative paths start at its folder, and shipped names include `base/NAME`.
     """
     file = expand_home(path)
     places = [file] if child is None else [child.parent / file, shipped_folder() / f"{file}.yaml"]
@@ -264,7 +264,7 @@ def shipped_files() -> dict[str, Path]:
 
 
 def summary_of(file: Path) -> str:
-    """Return the first sentence of the comment that a recipe file begins with, without its details if it is long."""
+    """Return the first sentence of a recipe file's opening comment; if it is long, only the part before its colon."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     sentence = re.split(r"\.(?: |$)", " ".join(line.lstrip("# ") for line in lines), maxsplit=1)[0]
     return sentence if len(sentence) <= SUMMARY_CHARS else sentence.partition(":")[0]
@@ -299,10 +299,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def explain(schema: type[BaseModel], error: ValidationError, section: str = "") -> str:
-    """Describe the first mistake: the key as `section.key`, what is wrong, and what would be right.
+    """Return a sentence about the first validation error: the key as `section.key`, what is wrong, and what is valid.
 
     Args:
-        section: Dotted key of the schema in the recipe.
+        section: Dotted key of the recipe section that `schema` describes; empty for a whole recipe.
     """
     first = error.errors()[0]
     location = first["loc"]
@@ -340,7 +340,7 @@ def _with_values(text: str) -> tuple[str, list[str]]:
     try:
         file, *overrides = [text] if Path(text).is_file() else shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{text!r} is no recipe with its own values: {str(error).lower()}") from None
+        raise UserError(f"{text!r} is not a recipe with overrides: {str(error).lower()}") from None
     return file, overrides
 
 
@@ -348,11 +348,11 @@ def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]
     """Load the recipes of a comparison.
 
     Args:
-        arguments: Recipes; `key=value` overrides for all of them; and recipes with their own overrides in one
-            argument, as `"quickstart drafter.options.num_masks=2"`, which are named after these unless they set `name`.
+        arguments: Recipes; recipes with overrides in the same argument, as `"quickstart drafter.kind=eagle"`, which are
+            named after these unless they set `name`; and `key=value` overrides for all recipes.
 
     Returns:
-        The recipes to compare, and the same ones without their own overrides.
+        The recipes to compare, and the same recipes without the overrides in their arguments.
 
     Raises:
         UserError: No recipe is named, or one cannot be loaded.
@@ -379,13 +379,13 @@ def load_compared(arguments: Sequence[str]) -> tuple[list[Recipe], list[Recipe]]
 
 
 def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
-    """Return the recipe to train first; None if `drafter.init` is missing, a folder or a Hub id.
+    """Return the recipe to train first, named by `drafter.init`; None if that is missing, a folder or a Hub id.
 
     A `train.seed` applies to both stages. If it differs from `seed`, as in a comparison over seeds, the first stage's
     name gets the same suffix as the comparison's recipes, so that they share it.
 
     Args:
-        names: Names of the recipes that start from this one.
+        names: Names of the recipes whose `drafter.init` led to this one, to detect a circle.
 
     Raises:
         UserError: The named recipe does not exist, or recipes start from each other in a circle.
@@ -409,6 +409,6 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     name = f"{first.name}{SEED_SUFFIX}{number}" if number else first.name
     first = first.model_copy(update={**same, "train": train, "name": name})
     if name in names:
-        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one of them another start")
+        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: change `drafter.init` of one")
     first_stage(first, names)  # raises for a circle before any training
     return first

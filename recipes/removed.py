@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """Replacement of a removed key, value, recipe or option."""
+    """Advice for a removed key, value, recipe or option. unset: values of a removed key that had no effect."""
 
     instead: str  # end of the sentence "... was removed: "
     unset: tuple[Any, ...] = (None,)  # values that changed nothing; resolved recipes hold them, so they are dropped
@@ -21,10 +21,10 @@ _SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
     "data.conversations.columns.input": Removed("name it after the first column, as `prompt: [instruction, input]`"),
-    "data.conversations.filters.languages": Removed("filter the file before", unset=([],)),
-    "data.conversations.filters.min_turns": Removed("filter the file before", unset=(1,)),
-    "data.conversations.filters.min_turn_chars": Removed("filter the file before", unset=(1,)),
-    "data.conversations.filters.max_turn_chars": Removed("filter the file before"),
+    "data.conversations.filters.languages": Removed("filter the file before distilling", unset=([],)),
+    "data.conversations.filters.min_turns": Removed("filter the file before distilling", unset=(1,)),
+    "data.conversations.filters.min_turn_chars": Removed("filter the file before distilling", unset=(1,)),
+    "data.conversations.filters.max_turn_chars": Removed("filter the file before distilling"),
     "drafter.init_vocabulary": Removed("leave it out: it is always `extended`", unset=(None, "own", "extended")),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
@@ -73,7 +73,7 @@ REMOVED: dict[str, Removed] = {
 
 
 def removal_of(key: str, value: str | None = None) -> str | None:
-    """Return the sentence about a removed key, or about a removed value of it; None if there is none.
+    """Return the message for a removed key, or for a removed value of a key; None if neither was removed.
 
     Args:
         key: Dotted key of the recipe, `recipe` for the name of a shipped recipe, or a command with its option.
@@ -85,7 +85,7 @@ def removal_of(key: str, value: str | None = None) -> str | None:
 
 
 def drop_unset(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the values of a recipe, or of a section of it, without removed keys whose value changed nothing.
+    """Return recipe values without the removed keys whose value had no effect, so that older recipes still load.
 
     Args:
         section: Dotted key of `values` in the recipe; empty for a whole recipe.

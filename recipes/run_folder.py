@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class RunFolder:
-    """The paths of one run. Making the object writes nothing; `record` does."""
+    """Paths of one run's folder, `runs/<name>/`. Building the object writes nothing; `record` does."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.root = Path(recipe.runs_dir) / recipe.name
@@ -51,7 +51,7 @@ class RunFolder:
 
         Args:
             stage: `distill`, `features`, `train` or `eval`.
-            inputs: Files that the stage read, by name; their SHA-256 is written down.
+            inputs: Files that the stage read, by name; their SHA-256 is stored.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         resolved = yaml.safe_dump(masked(self._recipe.model_dump()), sort_keys=False, allow_unicode=True)
@@ -65,7 +65,7 @@ class RunFolder:
         write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
 
     def stages(self) -> dict[str, Any]:
-        """Read `provenance.json`, by stage; called before hours of work, so that a damaged file is noticed.
+        """Return all stages' entries of `provenance.json`; call it before long work, to notice a damaged file early.
 
         Raises:
             UserError: The file is damaged.
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def process_of_launch() -> tuple[int, int]:
-    """Return the number of this process in its launch, from 0, and the number of processes, as torchrun sets them.
+    """Return (rank, world size) of this process, from the variables that torchrun sets; (0, 1) without a launcher.
 
     A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
     """
@@ -95,7 +95,7 @@ def process_of_launch() -> tuple[int, int]:
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process of a launch, which prints and holds the run's lock."""
+    """Return whether this process has rank 0 in its launch; that process prints messages and holds the run's lock."""
     return process_of_launch()[0] == 0
 
 
@@ -158,28 +158,28 @@ STARTED_FILE, TRAINING_FILE = "settings.json", "training.json"
 
 
 def check_no_training_reads(data: Path) -> None:
-    """Check that no unfinished training uses the rows of a run's data, as it could not resume with other rows.
+    """Check that no unfinished training uses a run's token dataset: it could not resume with other examples.
 
     Args:
         data: The run's data folder, or a link to that of another run.
 
     Raises:
-        UserError: An unfinished training uses the rows.
+        UserError: An unfinished training uses the token dataset.
     """
     for root in dict.fromkeys((data.parent, data.resolve().parent)):
         drafter = root / "drafter"
         if (drafter / STARTED_FILE).is_file() and not (drafter / TRAINING_FILE).is_file():
             raise UserError(
-                f"{drafter} holds a training that was started on the rows of {data}, is not finished, and could "
-                "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "
-                "recipe another `name`"
+                f"{drafter} holds an unfinished training on the token dataset of {data}, which could not resume with "
+                "other examples: finish it with `draftsmith train`, delete that folder, or give this recipe another "
+                "`name`"
             )
 
 
 def as_distilled(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with the values that its data folder was distilled with, and a sentence if they differ from it.
+    """Return the recipe with the settings that its stored data was distilled with, and a message if they differ.
 
-    What was distilled decides: later stages read those answers, whatever the recipe or an override says of them.
+    Later stages read the stored answers, so the stored settings replace those of the recipe and its overrides.
     """
     folder, differing = RunFolder(recipe).data, []
     if not (folder / SETTINGS).is_file():
@@ -193,19 +193,19 @@ def as_distilled(recipe: Recipe) -> tuple[Recipe, str]:
         differing += [f"data.{name}.{key} = {value!r}" for key, value in different.items()]
         plain = {key: value for key, value in different.items() if not isinstance(value, list | dict)}
         sections[name] = section.model_copy(update=plain)
-    sentence = f"the data in {folder} decide, which were distilled with {', '.join(differing)}, unlike this recipe"
+    sentence = f"the data in {folder} were distilled with {', '.join(differing)}, which replaces this recipe's settings"
     data = recipe.data.model_copy(update=sections)
     return recipe.model_copy(update={"data": data}), sentence if differing else ""
 
 
 def recorded_date(data: Path) -> str | None:
-    """Return the date that the chat template wrote into the prompts of a data folder; None if it wrote none."""
+    """Return the date that the chat template wrote into the prompts of a data folder; None if it wrote no date."""
     file = data / SETTINGS
     return read_json(file, dict[str, Any], "restore it, or distil again").get(TEMPLATE_DATE) if file.is_file() else None
 
 
 def with_recorded_date(recipe: Recipe) -> Recipe:
-    """Return the recipe with the date of its data folder's prompts, unless it names one or the folder has none."""
+    """Return the recipe with the `target.template_date` that its data folder records, unless the recipe sets one."""
     day = None if recipe.target.template_date else recorded_date(RunFolder(recipe).data)
     if day is None:
         return recipe
@@ -214,7 +214,7 @@ def with_recorded_date(recipe: Recipe) -> Recipe:
 
 
 def target_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that say which target is loaded, by recipe key."""
+    """Return the settings that determine the target's weights (model, revision, dtype, ...), by recipe key."""
     chosen = recipe.target.model_dump(include={"model", "revision", "gguf_file", "dtype", "quantization"})
     return {f"target.{key}": value for key, value in chosen.items()}
 
@@ -224,7 +224,7 @@ def write_settings(file: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
-    """Check the settings against a file that `write_settings` wrote, if there is one; see `check_same_settings`.
+    """Check the settings against a file that `write_settings` wrote, if it exists; see `check_same_settings`.
 
     Raises:
         UserError: The file is damaged, or has other settings.
@@ -238,7 +238,7 @@ def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrea
 def check_same_settings(
     folder: Path, earlier: dict[str, Any], settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()
 ) -> None:
-    """Check that the settings of a folder did not change since it was started.
+    """Check that the settings are those that a folder's content was made with.
 
     Args:
         folder: The folder, for the message.

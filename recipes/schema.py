@@ -1,7 +1,7 @@
 """The typed recipe. One YAML file drives distil, train and eval; an unknown key is an error, never ignored.
 
-`train:` is passed to `transformers.TrainingArguments`, except for three keys of ours, and `drafter.options` to the
-drafter's `Options`.
+`train:` is passed to `transformers.TrainingArguments`, except for three keys of draftsmith; `drafter.options` goes to
+the drafter's `Options`.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ DRAFTER_KIND = "drafter"  # kind of an `eval.methods` entry: the run's trained d
 
 
 class TargetRecipe(Section):
-    """The target model p, frozen throughout."""
+    """The target model p of speculative decoding, which is frozen in all stages."""
 
     model: str = Field(
         "embedded", description="Hub id, local folder, or `embedded` for the target that ships with draftsmith"
@@ -33,12 +33,12 @@ class TargetRecipe(Section):
     quantization: Literal["int8", "nf4"] | None = Field(
         None,
         description="load the target's linear layers, except the LM head, in 8 or 4 bits with bitsandbytes; "
-        "training then takes its features from disk or from servers",
+        "training then reads the target's hidden states from disk or from servers",
     )
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa",
         description="the target's attention in transformers; eager is used in any case where sdpa would ignore "
-        "the target's soft caps or sinks",
+        "the target's logit soft caps or attention sinks",
     )
     device: str | None = Field(
         None, description="device of target and drafter: cpu, cuda, cuda:1, mps; by default CUDA if available, else CPU"
@@ -49,19 +49,19 @@ class TargetRecipe(Section):
     chat_template: str | None = Field(None, description="chat template as Jinja text, for a tokenizer that has none")
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="variables of the chat template, in all stages; set them as they will be set for serving, as "
+        description="variables of the chat template, in all stages; use the values that serving will use, such as "
         "`{enable_thinking: false}` for Qwen3 without reasoning",
     )
 
     template_date: Day | None = Field(
         None,
-        description="date that a chat template writes which asks for today's; by default the day on which the run's "
-        "first answers were distilled, in all its stages",
+        description="date that the chat template writes in place of today's date, in all stages of the run; by default "
+        "the day on which the run's first answers were distilled",
     )
 
     @property
     def display_name(self) -> str:
-        """Name for other people: the Hub id, or the last part of a local folder, which reveals no paths."""
+        """Return the target's name for publishing: the Hub id, or only the last part of a local folder's path."""
         return Path(self.model).name if Path(self.model).is_dir() else self.model
 
 
@@ -93,15 +93,15 @@ class DistillRecipe(Section):
     features: bool = Field(
         False,
         description="keep the hidden states that servers of `draftsmith serve RECIPE --features` write next to their "
-        "answers, so that training with `data.features.source: server` asks for no row again; needs engine openai",
+        "answers, so that training with `data.features.source: server` need not request them; needs engine openai",
     )
 
     @model_validator(mode="after")
     def _check_model(self) -> "DistillRecipe":
         if self.features and self.engine != "openai":
-            raise ValueError(f"`features` come from servers, which engine openai asks, not {self.engine}")
+            raise ValueError(f"`features: true` needs `engine: openai`, whose servers write them, not {self.engine}")
         if self.model is not None and self.engine not in ("vllm", "transformers"):
-            raise ValueError(f"`model` is loaded by the engines vllm and transformers, not by {self.engine}")
+            raise ValueError(f"`model` needs `engine: vllm` or `engine: transformers`, not {self.engine}")
         return self
 
 
@@ -114,7 +114,7 @@ class FeatureServersRecipe(Section):
         description="folder that the servers write to and the trainer reads and empties: on a disk that all of them "
         "share, best in memory (`/dev/shm/...`) on one machine",
     )
-    in_flight: int = Field(32, ge=1, description="most rows that a process has requested and not trained on yet")
+    in_flight: int = Field(32, ge=1, description="most examples that a process has requested, not trained on yet")
     keep: bool = Field(
         False,
         description="keep the features in the run's folder: the first epoch asks the servers, later ones read the disk",
@@ -123,7 +123,7 @@ class FeatureServersRecipe(Section):
 
 
 class FeaturesRecipe(Section):
-    """Target features for training: computed in every step, or once, into `features/`, or by servers of the target."""
+    """Source of the target's hidden states for training: each step's forward, files in `features/`, or servers."""
 
     source: Literal["online", "offline", "server"] = Field(
         "online",
@@ -156,17 +156,17 @@ class DataRecipe(Section):
     max_length_tokens: int = Field(
         2048,
         ge=8,
-        description="largest number of tokens of a training sequence; longer conversations: `too_long`",
+        description="largest number of tokens of a training sequence; `too_long` decides on longer conversations",
     )
     too_long: Literal["cut", "drop"] = Field(
         "cut",
-        description="an answer that reaches beyond max_length_tokens: `cut`: it is learned up to there; `drop`: it is "
-        "left out; in both cases the answers before it stay",
+        description="what to do with an answer that reaches beyond max_length_tokens: `cut`: train on its tokens up to "
+        "there; `drop`: leave it out; in both cases the answers before it stay",
     )
     loops: Literal["keep", "mask"] = Field(
         "keep",
-        description="`mask`: no loss on answer tokens in copies of 12 or more earlier tokens of the same answer, "
-        "as when a small model's greedy answer repeats itself; the drafter still reads them",
+        description="`mask`: no loss on answer tokens that repeat 12 or more earlier tokens of the same answer, "
+        "as when a small model's greedy answer loops; the drafter still reads them",
     )
     reasoning: Literal["learn", "mask"] = Field(
         "learn",
@@ -186,7 +186,7 @@ class DataRecipe(Section):
         ge=0,
         lt=1,
         description="share of the conversations to hold out of training, chosen by a hash of each; accuracy by "
-        "depth and a chain's tau are measured on them at the end, and during training with `train.eval_strategy`",
+        "depth and a draft chain's tau are measured on them at the end, and during training by `train.eval_strategy`",
     )
     tokenize_processes: int | None = Field(
         None, ge=1, description="number of processes that tokenize; by default one per processor, at most 8"
@@ -194,7 +194,7 @@ class DataRecipe(Section):
 
 
 class DrafterRecipe(Section):
-    """`kind` is the name of a file in `models/drafters/`; `options` are the keys of its `Options`."""
+    """The drafter to train. `kind` is a file's name in `models/drafters/`; `options` are the keys of its `Options`."""
 
     kind: str = Field(
         "parallel",
@@ -212,7 +212,7 @@ class DrafterRecipe(Section):
 
 
 class ValidationRecipe(Section):
-    """Decisions by the tau of a chain on held-out rows (`data.eval_rows_frac`), every `train.eval_steps`."""
+    """Selection of weights and early stopping, by a draft chain's tau on held-out examples (`data.eval_rows_frac`)."""
 
     keep: Literal["last", "best"] = Field(
         "last",
@@ -225,7 +225,7 @@ class ValidationRecipe(Section):
 
     @property
     def decides(self) -> bool:
-        """Return whether training depends on evaluations."""
+        """Return whether evaluations decide which weights are kept or when training stops."""
         return self.keep == "best" or self.patience is not None
 
 
@@ -235,9 +235,9 @@ MOST_NODES = 256  # most draft tokens of a tree, for which sessions reserve room
 
 
 class MethodConfig(Section):
-    """One method: a row of the table. The autoregressive baseline is always measured too.
+    """One decoding method, a row of the result table. The autoregressive baseline is always measured too.
 
-    Default: a tree of the run's drafter; `kind` names another method, a file in `eval/methods/`.
+    By default the run's drafter drafts a tree; `kind` names another method, a file in `eval/methods/`.
     """
 
     name: MethodName = Field(
@@ -288,7 +288,7 @@ class MethodConfig(Section):
     )
     drafter: str | None = Field(
         None,
-        description="drafter of this method: another run's drafter folder, or a Hub id, user/repo or "
+        description="trained drafter of this method: another run's drafter folder, or a Hub id, user/repo or "
         "user/repo@revision; by default the run's own",
     )
 
@@ -329,7 +329,7 @@ class EvalRecipe(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="strings that end an answer, in addition to the end tokens; they are not part of its text"
     )
-    runs: int = Field(3, ge=1, description="number of times that every question is answered, for the spread of times")
+    runs: int = Field(3, ge=1, description="how often every question is answered, to measure the spread of times")
     warmup_questions: int = Field(
         2, ge=0, description="number of questions to answer before the measurement, not counted"
     )
@@ -359,7 +359,7 @@ class EvalRecipe(Section):
 
     @property
     def question_sets(self) -> list[str]:
-        """Return the names or files of all sets of questions."""
+        """Return the names or files of all question sets in `questions`, as a list."""
         return [self.questions] if isinstance(self.questions, str) else self.questions
 
     @model_validator(mode="after")
@@ -386,8 +386,8 @@ class Recipe(Section):
     train: dict[str, Any] = Field(
         {},
         description="any argument of `transformers.TrainingArguments`, unchanged; also `global_batch_size`, the "
-        "sequences of a step of all processes together, of which each computes `per_device_train_batch_size` at "
-        "a time; and `optimizer`, `adamw` or `muon` (for the matrices of linear layers), with "
+        "sequences of one optimizer step over all processes, each of which computes `per_device_train_batch_size` "
+        "at a time; and `optimizer`, `adamw` or `muon` (for the matrices of linear layers), with "
         "`muon_learning_rate`",
     )
     validation: ValidationRecipe = ValidationRecipe()
@@ -395,7 +395,7 @@ class Recipe(Section):
 
     @property
     def answering_target(self) -> TargetRecipe:
-        """The model whose answers are distilled: `data.distill.model` in its saved dtype, or by default the target."""
+        """Return the model whose answers are distilled: `data.distill.model` in its saved dtype, or else the target."""
         copy = self.data.distill.model
         as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}
         return self.target if copy is None else self.target.model_copy(update=as_saved)

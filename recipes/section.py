@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: unknown keys are refused, `~` is expanded, names are valid for files."""
+"""Common rules of all sections of a recipe: unknown keys are refused, `~` is expanded, names are valid for files."""
 
 import re
 from datetime import date
@@ -13,7 +13,7 @@ NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a ch
 
 
 def check_name(name: str) -> str:
-    """Check a name of files and folders, and return it.
+    """Check a name that becomes the name of a file or folder, and return it.
 
     Raises:
         ValueError: The name is not valid.

@@ -53,7 +53,7 @@ HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6
 
 @dataclass
 class CardSource(Tally):
-    """Counts of one source and of its distilled conversations, as `card.json` has them."""
+    """Counts of one source for `card.json`: its records, as in `Tally`, and its distilled conversations."""
 
     distilled: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
@@ -61,15 +61,15 @@ class CardSource(Tally):
 
     @property
     def left_out(self) -> int:
-        """Count the records that were filtered out, invalid or duplicates."""
+        """Return the number of records that were duplicates, filtered out or invalid."""
         return self.duplicates + sum(self.filtered.values()) + sum(self.invalid.values())
 
 
 @dataclass
 class DataCard:
-    """The part of `card.json` that reports show.
+    """The values of `card.json` that reports show.
 
-    tokens: for `prompt` and `answer` the total, mean, quantiles and maximum of tokens, by name.
+    tokens: for `prompt` and `answer`, total, mean, median, 95 % quantile and maximum of the tokens per example.
     """
 
     sources: dict[str, CardSource]
@@ -79,11 +79,11 @@ class DataCard:
 
 
 def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
-    """Write the data card and its JSON, from the run's ledger and token dataset. Returns the card's path.
+    """Write a run's data card and `card.json`, from its stored answers and token dataset; return the card's path.
 
     Args:
-        recipe: The recipe of the distillation.
-        counts: Counts of the sources, filled by a finished `load_conversations`.
+        recipe: Recipe that the data was distilled with.
+        counts: Counts of the records by source, filled by a finished `load_conversations`.
         tokenizer: The target's tokenizer.
         weights: Hash of the weights of the model that answered.
     """
@@ -147,24 +147,24 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
 
 
 def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], base_model: str | None = None) -> None:
-    """Write a run's distilled conversations to a folder, as a dataset repository: see `data/sources/distilled.py`.
+    """Write a run's distilled conversations to `folder` as a dataset repository, see `data/sources/distilled.py`.
 
-    The files are the same however the distillation was interrupted.
+    An existing folder is replaced. The files do not depend on how the distillation was interrupted.
 
     Args:
-        licences: Licence of each source's prompts, by its name in the counts.
+        licences: Licence of each source's prompts, by the source's name in the counts.
         base_model: The target's id on the Hub, if the recipe names a folder.
 
     Raises:
-        UserError: Nothing was distilled, its answers are not a target's, or not those of the card or the recipe.
+        UserError: Nothing was distilled, the answers are the sources' own, or `card.json` or the recipe does not match.
     """
     data = RunFolder(recipe).data
     view, again = LedgerView(data), "run `draftsmith distill` again"
     values = read_json(data / CARD_JSON, dict[str, Any], again)
     if values["engine"]["engine"] == "none":
-        raise UserError(f"{data} holds its sources' own answers (data.distill.engine: none), not the target's: distil")
+        raise UserError(f"{data} has the answers of its sources (data.distill.engine: none), not of the target: distil")
     if values["hashes"]["records"] != view.fingerprint():
-        raise UserError(f"{data} holds other conversations than its card says: {again}")
+        raise UserError(f"{data} holds other conversations than its card.json lists: {again}")
     if licences.keys() != values["hashes"]["sources"].keys():
         raise UserError(f"{data} was distilled from other sources: use the recipe that it was distilled with")
     shutil.rmtree(folder, ignore_errors=True)

@@ -9,8 +9,8 @@ A conversation's next turn is submitted as soon as its previous answer is comple
 always full, whatever the number of turns. Answers are written to the ledger as they arrive, at least every
 `LONGEST_WRITE_INTERVAL_S`, so that a kill loses only answers in flight and those that arrived since the last write.
 
-Of several processes of a launch (`RANK`, `WORLD_SIZE`), each answers the conversations whose number is its own modulo
-theirs, and the one that finishes last sees that all are finished.
+With several processes (`RANK`, `WORLD_SIZE`), a process answers the conversations whose number modulo WORLD_SIZE is its
+rank. The process that finishes last finds all conversations finished.
 """
 
 import hashlib
@@ -76,10 +76,10 @@ FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 class DistillReport:
     """Result of one call of `distill`.
 
-    ids: the recipe's conversations. kept: number of conversations written. shortened: number of these that lost their
-    later turns, by reason. answers_dropped: number of cut answers that were not kept. already_done, failed_before:
-    conversations that other calls kept, and failed at, by reason. left: number of those that the launch's other
-    processes have not finished.
+    ids: the recipe's conversations. kept: number of conversations that this call wrote; shortened: those without their
+    later turns, by reason. failed: conversations without any answer, by reason. answers_dropped: cut answers that were
+    left out. already_done, failed_before: conversations that earlier calls wrote, or failed at, by reason.
+    left: number of conversations that the other processes of the launch have not finished.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class DistillReport:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the report as JSON values, without `ids`."""
         return {
             **{name: value for name, value in vars(self).items() if name != "ids"},
             "folder": str(self.folder),
@@ -107,10 +107,10 @@ class DistillReport:
         }
 
     def sentence(self) -> str:
-        """Return a summary for the console."""
+        """Return a summary of a few lines for the console: conversations, reasons, tokens and speed."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
         engine_failures = (self.failed + self.failed_before).keys() - set(FINAL_REASONS)
-        there = f"{self.already_done} were there already" if self.already_done else ""
+        there = f"{self.already_done} were distilled before" if self.already_done else ""
         written = f"{self.kept} conversations written to {self.folder}" if self.kept or not there else ""
         lines = [", ".join(filter(None, (written, there)))]
         ended = {"shortened": self.shortened, "left out": self.failed, "left out before": self.failed_before}
@@ -126,7 +126,7 @@ class DistillReport:
             lines.append(f"{generated}, {self.seconds:.0f} s, {rate:.0f} tokens/s")
         if self.left:
             lines.append(
-                f"{self.left} conversations are left to the other processes, of which the last one tokenises all: run "
+                f"{self.left} conversations are left to the other processes; the last of these will tokenise all: run "
                 "the same command again if one of them was stopped"
             )
         return "\n".join(lines)
@@ -147,10 +147,10 @@ def distill(
         recipe: The `data` section and `seed` are used.
         tokenizer: The target's tokenizer, with a chat template.
         folder: The run's folder.
-        weights: Hash of the weights of the model that answers; a folder is not resumed with others.
-        retry_failed: Try conversations again that the engine failed at before.
-        limits: Limits of the model that answers; by default unknown.
-        features: As of `EngineSetting`.
+        weights: Hash of the weights of the model that answers; a folder is not resumed with other weights.
+        retry_failed: Try conversations again at which the engine failed before.
+        limits: Vocabulary size and positions of the model that answers; by default unknown, and not checked.
+        features: Folder for the hidden states that servers write next to answers; None: they are not requested.
 
     Raises:
         UserError: Bad conversations, answers of another target, no chat template, no room for answers, or a folder made
@@ -206,7 +206,7 @@ Rewriting = Generator[Request, Outcome, None]  # one conversation: requests for 
 class _Distillation:
     """State of one call of `distill`: requests in flight, and results that are not written yet.
 
-    positions: of the target; the engine may have a lower limit.
+    positions: the target's number of positions; the engine may have a lower limit.
     """
 
     recipe: Recipe
@@ -316,7 +316,7 @@ class _Distillation:
     def _too_long(self, length: int) -> str | None:
         """Return the reason if a prompt of this length leaves no room for an answer.
 
-        One of `data.max_length_tokens` and more would be left out again as tokens.
+        A prompt of `data.max_length_tokens` or more would be left out later, when it is tokenised for training.
         """
         whole, longest = length + self._generation.max_new_tokens, self.engine.max_length_tokens
         if length >= self.recipe.data.max_length_tokens or (self.positions is not None and whole > self.positions):

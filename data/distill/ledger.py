@@ -1,4 +1,4 @@
-"""The state of each conversation of a run folder: append-only files of JSON lines, each with one writer.
+"""The ledger: the state of each conversation of a run folder, in append-only files of JSON lines, each with one writer.
 
     shards/<n>.jsonl        finished conversations with their answers, from which the token dataset is built
     unfinished/<n>.jsonl    answers of unfinished conversations, and failures
@@ -69,11 +69,11 @@ class _Line(NamedTuple):
 
 
 class LedgerView:
-    """Read-only view of the ledger of a run's data folder.
+    """Read-only view of a run's ledger: the stored state and answers of each conversation.
 
     Args:
         folder: `runs/<name>/data`.
-        ids: Conversations to read; the kept ones among the others are only counted, as `num_others`. None: all.
+        ids: Ids of the conversations to read; `num_others` counts the other kept ones. None: read all.
 
     Raises:
         UserError: Nothing was distilled yet, or a file is damaged.
@@ -91,11 +91,11 @@ class LedgerView:
             self._read(file)
 
     def __len__(self) -> int:
-        """Count the kept conversations."""
+        """Return the number of kept conversations, which are finished and have answers."""
         return len(self._kept)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Read the kept conversations, one at a time, sorted by id: the order does not depend on interruptions.
+        """Yield the stored records of the kept conversations, sorted by id; the order is the same after interruptions.
 
         Raises:
             UserError: A file was changed since it was read first.
@@ -113,17 +113,17 @@ class LedgerView:
                 yield record
 
     def distilled(self) -> Iterator[Conversation]:
-        """Read the kept conversations with their answers, in the order of `records`."""
+        """Return an iterator over the kept conversations with their answers, sorted by id."""
         return map(kept_conversation, self.records())
 
     @property
     def num_others(self) -> int:
-        """Count the kept conversations that are not among the ids."""
+        """Return the number of kept conversations whose ids were not given to the constructor."""
         return len(self._others)
 
     @property
     def shortened(self) -> Counter[str]:
-        """Count the kept conversations without their later answers, by reason."""
+        """Count the kept conversations whose later answers are missing, by reason."""
         return Counter(line.reason for line in self._kept.values() if line.reason)
 
     @property
@@ -132,7 +132,7 @@ class LedgerView:
         return Counter(self._failed.values())
 
     def fingerprint(self) -> str:
-        """Hash the kept conversations, whatever the order in which they were written."""
+        """Return a SHA-256 of the kept conversations, which does not depend on the order in which they were written."""
         digest = hashlib.sha256()
         for record in self.records():
             line = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
@@ -140,7 +140,7 @@ class LedgerView:
         return digest.hexdigest()
 
     def files(self) -> list[Path]:
-        """List the files of kept conversations."""
+        """Return the files with the kept conversations, sorted by name."""
         return sorted((self._folder / SHARDS).glob("*.jsonl"))
 
     def _read(self, file: Path) -> None:
@@ -178,10 +178,10 @@ class LedgerView:
 
 
 class Ledger(LedgerView):
-    """Ledger of one process, which makes a run's data folder if it is missing: what was there when it was opened.
+    """Ledger that one process appends to. It shows what was stored when it was opened; a missing folder is created.
 
     Args:
-        folder, ids: As of `LedgerView`.
+        folder, ids: See `LedgerView`.
     """
 
     def __init__(self, folder: Path, ids: Collection[str] | None = None) -> None:
@@ -190,11 +190,11 @@ class Ledger(LedgerView):
         super().__init__(folder, ids)
 
     def is_finished(self, key: str) -> bool:
-        """Return whether a conversation is kept or has failed."""
+        """Return whether the conversation with this id is kept or has failed."""
         return key in self._kept or key in self._failed
 
     def stored_answers(self, key: str) -> list[dict[str, Any]]:
-        """Return the answers of an unfinished conversation, in the order of its turns."""
+        """Return the stored answers of the unfinished conversation with this id, in the order of its turns."""
         answers = self._answers.get(key, {})
         return [answers[turn] for turn in takewhile(answers.__contains__, count())]
 
@@ -204,7 +204,7 @@ class Ledger(LedgerView):
         kept: Sequence[Conversation] = (),
         failed: Mapping[str, str] | None = None,
     ) -> None:
-        """Write answers (id, turn, answer), conversations and reasons of failures by id; wait until they are on disk.
+        """Write answers (id, number, answer), finished conversations, and reasons of failures by id; wait for the disk.
 
         Raises:
             OSError: The disk is full; the lines that were on disk before are left unchanged.
@@ -215,7 +215,7 @@ class Ledger(LedgerView):
         self._append(SHARDS, [kept_record(each) for each in kept])
 
     def retry_failed(self, final: Collection[str] = ()) -> int:
-        """Forget the failures of conversations, except for `final` reasons. Returns their number."""
+        """Forget all failures but those with a `final` reason, so that they are tried again; return their number."""
         again = [key for key, reason in self._failed.items() if reason not in final]
         for key in again:
             del self._failed[key]

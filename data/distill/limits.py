@@ -1,7 +1,7 @@
-"""Limits of the target, by its config: checked before distillation and before training.
+"""Limits of the target, read from its config: checked before distillation and before training.
 
-Without these checks an id beyond the embedding ends in an error of the device, and rows beyond learned positions too,
-both after the expensive part; rows beyond rotary positions are trained without a word.
+Without these checks a token id beyond the embedding, or a sequence beyond learned positions, ends in an error of the
+device after the expensive part; a sequence beyond rotary positions is trained without a warning.
 """
 
 import random
@@ -24,21 +24,21 @@ from draftsmith.recipes.schema import Recipe
 
 SAMPLE_PROMPTS = 64
 EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
-ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+ITS_TOKENIZER = "use the tokenizer that belongs to the target, or resize the target's embedding and save the target"
 DISTIL_AGAIN = "delete that folder and run `draftsmith distill` again"
 OUTSIDE = "tokens beyond the target's embedding"
 
 
 @dataclass(frozen=True)
 class TargetLimits:
-    """Sizes of a target, where its config has them: rows of the embedding, tokens of the longest sequence."""
+    """Sizes of a target: rows of its embedding, and tokens of its longest sequence; None where its config has none."""
 
     vocabulary_size: int | None = None
     positions: int | None = None
 
 
 def target_limits(config: Any) -> TargetLimits:
-    """Read the limits from a config, or from its text part if it is multimodal."""
+    """Read vocabulary size and positions from a model's config, or from its text part if it is multimodal."""
     text = config.get_text_config()
     vocabulary_size, positions = (getattr(text, key, None) for key in ("vocab_size", "max_position_embeddings"))
     if not isinstance(positions, int):
@@ -58,10 +58,10 @@ def highest_id(tokenizer: Any) -> int:
 
 
 def outside_tokens(tokenizer: Any, conversation: Conversation, limits: TargetLimits, answers: bool) -> list[str]:
-    """Return the tokens of a conversation that are beyond the target's embedding.
+    """Return the tokens of a conversation whose ids are beyond the target's embedding, as `token (id N)`.
 
     Args:
-        answers: Look at the conversation's own answers too.
+        answers: Whether to check the assistant's turns too.
     """
     size = limits.vocabulary_size
     if size is None or highest_id(tokenizer) < size:
@@ -77,7 +77,7 @@ def outside_tokens(tokenizer: Any, conversation: Conversation, limits: TargetLim
 
 
 def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
-    """Check the tokens that the chat template itself writes into a prompt.
+    """Check that the chat template writes no tokens into a prompt that are beyond the target's embedding.
 
     Raises:
         UserError: A token of the template is beyond the target's embedding.
@@ -94,7 +94,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
 def count_prompts_with_room(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
 ) -> tuple[int, int]:
-    """Count the first prompts of a sample that leave room for an answer, and all that the template does not refuse.
+    """Return how many first prompts of a random sample leave room for an answer, and how many the template accepts.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
     `data.max_length_tokens`.
@@ -115,22 +115,22 @@ def count_prompts_with_room(
 
 
 def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Return the error message for prompts that leave no room for answers."""
+    """Return the error message for the case that none of `looked_at` prompts leaves room for an answer."""
     new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
     within = f"data.max_length_tokens={length}"
     if limits.positions is not None:
         within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
     return (
         f"none of {looked_at} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}: "
-        "lower data.distill.max_new_tokens, or take shorter conversations"
+        "lower data.distill.max_new_tokens, or use shorter conversations"
     )
 
 
 def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -> None:
-    """Check that the token dataset of a folder fits the target.
+    """Check that the token ids and lengths of the token dataset in a folder are within the target's limits.
 
     Raises:
-        UserError: A token is beyond the embedding, or a row beyond the positions.
+        UserError: A token id is beyond the embedding, or a sequence is longer than the target's positions.
     """
     ids = (pyarrow.compute.min_max(chunk.flatten()) for chunk in tokens.data.column("input_ids").chunks if len(chunk))
     bounds = [each.as_py() for each in ids]
@@ -145,7 +145,7 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
         )
     if limits.positions is not None and longest > limits.positions:
         raise UserError(
-            f"{folder} has a row of {longest:,} tokens, and the target has {limits.positions:,} positions: set "
+            f"{folder} has a row of {longest:,} tokens, but the target has {limits.positions:,} positions: set "
             f"data.max_length_tokens to {limits.positions} at most and run `draftsmith distill` again"
         )
 
@@ -159,7 +159,7 @@ def check_conversations(
 ) -> None:
     """Check the conversations against the target's limits, before any request.
 
-    Where invalid ones are skipped, those that it cannot read are removed from `conversations` and counted.
+    With `skip_invalid`, those with tokens beyond the embedding are removed from `conversations`, and counted.
 
     Raises:
         UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does

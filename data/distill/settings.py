@@ -1,4 +1,4 @@
-"""Settings that a folder's answers depend on, in `distill_settings.json`; a folder never mixes two of them."""
+"""Settings that the answers of a data folder depend on, in `distill_settings.json`; all its answers share them."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from draftsmith.recipes.schema import DataRecipe, Recipe
 
 
 def has_answers(data: Path) -> bool:
-    """Return whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
+    """Return whether a run's data folder holds any answer or finished conversation; failures alone do not count."""
     if any(file.stat().st_size for file in (data / SHARDS).glob("*.jsonl")):
         return True
     for file in (data / UNFINISHED).glob("*.jsonl"):
@@ -26,9 +26,9 @@ def has_answers(data: Path) -> bool:
 
 
 class FolderSettings:
-    """Settings that a folder's answers depend on, fixed by the first answer that is stored (`are_fixed`).
+    """Settings that a data folder's answers depend on. The first stored answer fixes them (`are_fixed`).
 
-    A call that stores no answer changes nothing, so that one that is refused later leaves the folder as it was.
+    A call of `distill` that stores no answer leaves the folder's settings as they were.
     """
 
     def __init__(self, data: Path, values: dict[str, Any]) -> None:
@@ -36,9 +36,9 @@ class FolderSettings:
         self.are_fixed = self._are_written = False
 
     def check(self) -> None:
-        """Compare with the settings of the stored answers.
+        """Compare the settings with those of the answers that the folder already holds.
 
-        A smaller length shortens more conversations later; a larger one would need answers that were not generated.
+        `data.max_length_tokens` may be smaller now, which cuts more later; a larger one would need further answers.
 
         Raises:
             UserError: The settings differ.
@@ -50,7 +50,7 @@ class FolderSettings:
             self.are_fixed = True
 
     def fix(self) -> None:
-        """Write the settings, before this process stores its first answers.
+        """Write the settings to the folder, before this process stores its first answers.
 
         Raises:
             UserError: Another process has meanwhile stored answers with other settings.
@@ -62,7 +62,7 @@ class FolderSettings:
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return the settings that the answers depend on, by recipe key; a folder never mixes two of them.
+    """Return the settings that the answers depend on, by recipe key; weights and files are given by their hashes.
 
     Args:
         weights: Hash of the weights of the model that answers.

@@ -56,11 +56,11 @@ Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Work:
-    """Settings of the tokenisation.
+    """Settings for tokenising conversations to training rows.
 
-    max_length_tokens: of a row. too_long: an answer that does not fit is `cut` there, or `drop`ped.
-    mask_copies: tokens that an answer copies from itself carry no loss.
-    reasoning: an answer's tokens between these two ids carry no loss.
+    max_length_tokens: most tokens of a row. too_long: whether an answer that does not fit is `cut`, or `drop`ped.
+    mask_copies: no loss on tokens that repeat earlier tokens of the same answer.
+    reasoning: ids of the tokens that start and end thoughts, which then carry no loss; None: thoughts are learned.
     """
 
     tokenizer: Any
@@ -72,17 +72,17 @@ class Work:
 
 @dataclass
 class TokenReport:
-    """Size of the dataset, and counts of the conversations it was built from.
+    """Size of the token dataset, and counts of the conversations it was built from. A row is one training example.
 
     too_long: conversations without a row, as no answer fits into one. refused: those that the template rejects.
     answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
-    extra_rows: additional rows of conversations whose later prompts do not begin with the rows before them.
-    answers_refused: answers, of conversations with others, that the template rejects.
+    extra_rows: further rows of conversations in which a later prompt does not begin with the row before it.
+    answers_refused: answers that the template rejects, in conversations where it accepts others.
     not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
-    fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
+    fingerprint: hash of the dataset's inputs. reused: whether an existing dataset with this fingerprint is used.
     """
 
     conversations: int = 0
@@ -104,17 +104,17 @@ class TokenReport:
     reused: bool = False
 
     def sentence(self) -> str:
-        """Return a summary in one line, for the console."""
+        """Return a summary in one line for the console: examples, tokens, and what was left out."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
-        extra = f" ({self.extra_rows} of them as later prompts rewrite the earlier turns)" if self.extra_rows else ""
+        extra = f" ({self.extra_rows} of them because later prompts change earlier turns)" if self.extra_rows else ""
         counts = {
             "without an example, as no answer fits into data.max_length_tokens": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
             "answers cut at data.max_length_tokens": self.answers_cut,
-            "answers beyond it": self.answers_out,
-            "answers refused": self.answers_refused,
+            "answers beyond data.max_length_tokens": self.answers_out,
+            "answers refused by the chat template": self.answers_refused,
         }
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
@@ -134,8 +134,8 @@ def build_token_dataset(
     Rows are in the order of the conversations' ids: one per conversation, or several, see `data/tokens/rows.py`.
 
     Args:
-        recipe, tokenizer, folder: As of `distill`.
-        ids: The recipe's conversations; others of the folder are left out and counted. None: all of the folder.
+        recipe, tokenizer, folder: See `distill`.
+        ids: Ids of the recipe's conversations; others in the folder are only counted. None: use all in the folder.
 
     Raises:
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
@@ -202,14 +202,14 @@ def write_token_rows(
     """Tokenise conversations to an Arrow file with the columns of `FEATURES`.
 
     Args:
-        conversations: Read once, in the order of the rows.
+        conversations: Conversations in the order of the rows; iterated once.
         work: Tokenizer and settings.
         file: The Arrow file; an existing one is overwritten.
-        processes: Number of processes; 1: this one.
+        processes: Number of processes that tokenise; 1: only this process.
         bar: Progress bar, in conversations.
 
     Raises:
-        UserError: As `tokenize_rows`; conversations that the template rejects are only counted.
+        UserError: See `tokenize_rows`; conversations that the template rejects are only counted.
     """
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
@@ -287,10 +287,10 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
 def mask_rows(
     rows: list[TokenizedConversation], reasoning: tuple[int, int] | None, mask_copies: bool
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Return the rows that still carry loss, without loss on thoughts and copies, and what was taken out of the loss.
+    """Remove thoughts and repeated tokens from the loss; return the rows that keep a loss, and counts of what was lost.
 
     Args:
-        reasoning, mask_copies: As of `Work`.
+        reasoning, mask_copies: See `Work`.
     """
     taken: Counter[str] = Counter()
     if reasoning is not None:
@@ -322,7 +322,7 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
 
 
 def recorded_report(tokens: Path) -> TokenReport | None:
-    """Read the report of the dataset in this folder; None if it cannot be read."""
+    """Read the `TokenReport` that is stored with the token dataset in this folder; None if it cannot be read."""
     try:
         return read_json(tokens / REPORT_NAME, TokenReport, "")
     except UserError:
@@ -341,7 +341,7 @@ def save_rows(rows_file: Path, folder: Path) -> None:
 
 
 def load_tokens(run: RunFolder) -> datasets.Dataset:
-    """Load the dataset that `draftsmith distill` wrote.
+    """Load a run's token dataset, which `draftsmith distill` wrote.
 
     Raises:
         UserError: The dataset is missing, damaged or empty.
@@ -364,7 +364,7 @@ def load_tokens(run: RunFolder) -> datasets.Dataset:
 
 
 def tokens_hash(tokens: datasets.Dataset) -> str:
-    """Hash ids, masks and which rows belong together by SHA-256 (16 hex digits), whatever the Arrow chunks."""
+    """Return a SHA-256 (16 hex digits) of a token dataset: ids, masks, and which rows are of the same conversation."""
     digest = hashlib.sha256()
     begins = first_rows_of_conversations(tokens)
     if len(set(begins)) < len(begins):  # else the hash equals that of datasets without the column
@@ -378,14 +378,14 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
 
 
 def first_rows_of_conversations(tokens: datasets.Dataset) -> list[int]:
-    """Return for each row the number of its conversation's first row; the row's own without a conversation column."""
+    """Return for each row the index of its conversation's first row; without a `conversation` column, its own index."""
     numbers = tokens[CONVERSATION] if CONVERSATION in tokens.column_names else range(len(tokens))
     first: dict[int, int] = {}
     return [first.setdefault(number, row) for row, number in enumerate(numbers)]
 
 
 def row_lengths(tokens: datasets.Dataset) -> list[int]:
-    """Count the tokens of each row, from Arrow's offsets alone."""
+    """Return the number of tokens of each row, from Arrow's offsets alone."""
     column = (
         tokens.with_format("arrow")["input_ids"] if tokens._indices is not None else tokens.data.column("input_ids")
     )
@@ -393,6 +393,6 @@ def row_lengths(tokens: datasets.Dataset) -> list[int]:
 
 
 def answer_lengths(tokens: datasets.Dataset) -> list[int]:
-    """Count the tokens of each row that carry loss; one batch is in memory at a time."""
+    """Return the number of tokens that carry loss, for each row; one batch is in memory at a time."""
     masks = tokens.select_columns("loss_mask").with_format("numpy").iter(1000)
     return [int(mask.sum()) for batch in masks for mask in batch["loss_mask"]]

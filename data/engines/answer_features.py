@@ -1,14 +1,14 @@
 """The target's hidden states that a vLLM server writes next to an answer, kept for the training on that answer.
 
 With `data.distill.features` a server started by `draftsmith serve RECIPE --features` gives an answer and the hidden
-states of prompt and answer by one request. Those of a row of tokens are kept in a file named by a hash of the row's
-ids, so that training finds them however its rows are ordered (`train/features/served.py`). An answer whose states do
-not come is an answer like any other: training asks a server for its row.
+states of prompt and answer by one request. The states of a sequence are kept in a file named by a hash of its token
+ids, so that training finds them in any order of its examples (`train/features/served.py`). An answer whose states are
+missing is still used: training requests the states of its sequence from a server.
 
-The states of an answer's last token are not among them, as no forward has read it. No drafter reads those of a row's
-last token, behind which there is nothing to predict.
+The states of an answer's last token are missing, as no forward has read it. No drafter needs them: nothing follows
+that token.
 
-Shapes: S tokens of a row.
+Shapes: S tokens of a sequence.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ FILE_TIMEOUT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.001, 0.05
 
 
 class Unavailable(Exception):
-    """A server cannot answer now; another one, or the same one later, may."""
+    """Error of a server that cannot answer now; another server, or the same one later, may answer."""
 
 
 def await_file(file: Path) -> None:
-    """Wait until a server has written a file whole.
+    """Wait until a server has written a file completely, for at most `FILE_TIMEOUT_S` seconds.
 
     Raises:
-        Unavailable: The server could not write it, or it does not come.
+        Unavailable: The server could not write the file, or the file does not appear in time.
     """
     begin_s, pause_s, failed = time.monotonic(), FIRST_PAUSE_S, file.with_name(file.name + FAILED)
     while not file.is_file():
@@ -46,23 +46,23 @@ def await_file(file: Path) -> None:
             failed.unlink(missing_ok=True)
             raise Unavailable(f"it could not write {file}: {why}")
         if time.monotonic() - begin_s > FILE_TIMEOUT_S:
-            raise Unavailable(f"{file} did not come: data.features.server.folder must be the server's own folder")
+            raise Unavailable(f"{file} did not appear: set data.features.server.folder to the server's own folder")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def row_file(folder: Path, ids_s: list[int]) -> Path:
-    """Return the file for the hidden states of a row of tokens."""
+    """Return the path of the file in `folder` for the hidden states of these token ids, named by a hash of the ids."""
     digest = hashlib.sha256(np.asarray(ids_s, dtype="<i8").tobytes()).hexdigest()
     return folder / f"{digest[:32]}.safetensors"
 
 
 @dataclass
 class AnswerFeatures:
-    """Keeper of the hidden states that servers write next to their answers.
+    """Store of the hidden states that servers write next to their answers.
 
-    served: the servers' folder. kept: the folder for the rows' files. max_length_tokens: of a row, longer ones are cut.
-    keeps_cut: whether answers that were cut short are trained on. lost: why states did not come, by request.
+    served: folder that the servers write to. kept: folder for the states of each sequence. max_length_tokens: longer
+    sequences are cut. keeps_cut: whether answers that were cut short are trained on. lost: why states are missing.
     """
 
     served: Path
@@ -73,13 +73,13 @@ class AnswerFeatures:
     _latest: dict[str, list[int]] = field(default_factory=dict)  # rows by conversation
 
     def take(self, name: str | None, request: Request, answer: Completion, is_trained_on: bool) -> None:
-        """Move what a server wrote next to an answer into the row's file.
+        """Move the hidden states that a server wrote for an answer to the file of its sequence; add errors to `lost`.
 
-        A conversation's next row replaces the one that it begins with.
+        If the conversation's previous sequence is the beginning of this one, the file of the previous one is deleted.
 
         Args:
-            name: Path of the file on the server; None if it named none.
-            is_trained_on: Else the file is only deleted.
+            name: Path of the file on the server; None if the server gave none.
+            is_trained_on: If False, the server's file is only deleted.
         """
         try:
             if name is None:

@@ -28,7 +28,7 @@ SERVED_NAME = "target"  # of the target in a vLLM server that draftsmith starts,
 
 @dataclass(frozen=True)
 class GenerationSettings(Sampling):
-    """Sampling of an answer, and its largest number of tokens."""
+    """Sampling settings of an answer (temperature, top-k, top-p), and its largest number of new tokens."""
 
     max_new_tokens: int = 512
 
@@ -38,9 +38,9 @@ class Request:
     """Request for one answer.
 
     key: id of the conversation, unique among the requests in flight.
-    prompt_ids: the prompt through the target's chat template.
-    seed: of this answer alone, for temperatures above 0; 63 bits.
-    tools: offered by the prompt.
+    prompt_ids: token ids of the prompt, as the target's chat template renders it.
+    seed: seed for sampling this answer at temperatures above 0; 63 bits.
+    tools: the tools that the prompt offers.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer; finish reason `length`: it was cut short.
+    """An answer. finish_reason: `stop` if the target ended it, `length` if it was cut at its largest number of tokens.
 
-    token_ids: with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
+    token_ids: ids with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
     text: without the end token; special tokens only around thoughts and calls. None: to be decoded from `token_ids`.
     """
 
@@ -65,7 +65,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """No answer, after all retries. `reason` is short and countable: `HTTP 400`; `is_final`: no retry changes it."""
+    """A request that got no answer. reason: short, to count by, as `HTTP 400`. is_final: a retry would fail again."""
 
     reason: str
     is_final: bool = False
@@ -75,23 +75,23 @@ Outcome = Completion | Failure
 
 
 class Engine(Protocol):
-    """A generator of answers to requests, in any order.
+    """Interface of an engine, which answers requests in any order.
 
     concurrency: number of requests in flight that the engine can use.
-    max_length_tokens: longest prompt with its answer; None if there is no limit.
+    max_length_tokens: most tokens of a prompt and its answer together; None if there is no limit.
     """
 
     concurrency: int
     max_length_tokens: int | None
 
     def submit(self, request: Request) -> None:
-        """Queue a request; returns immediately."""
+        """Queue a request and return immediately; `collect` returns its outcome."""
 
     def collect(self) -> list[tuple[str, Outcome]]:
         """Wait for an outcome, and return all (key, outcome) pairs that have arrived.
 
         Raises:
-            UserError: Nothing can be generated any more (every server is gone, memory does not hold a batch).
+            UserError: No more answers can be generated: no server answers, or a batch does not fit into memory.
         """
         ...
 
@@ -101,7 +101,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer.
+    """Inputs of an engine: a recipe whose target answers, the target's tokenizer, and the tokens that end an answer.
 
     features: folder for the hidden states that servers write next to their answers; None: they are not requested.
     """
@@ -113,19 +113,19 @@ class EngineSetting:
 
     @staticmethod
     def of(recipe: Recipe, tokenizer: Any, features: Path | None = None) -> EngineSetting:
-        """Return the setting of the model that answers for a recipe: `data.distill.model`, by default the target."""
+        """Build the setting for the model that answers for a recipe: `data.distill.model`, or by default the target."""
         answering = recipe.model_copy(update={"target": recipe.answering_target})
         end_ids = answer_end_ids(load_generation_config(answering.target), tokenizer)
         return EngineSetting(answering, tokenizer, tuple(end_ids), features)
 
 
 def engine_class(name: str) -> Any:
-    """Return the class of an engine, with `Options` and `make`."""
+    """Import the engine of this name and return its class, which has `Options` and `make`."""
     return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
 
 
 def engine_options(recipe: Recipe) -> Any:
-    """Return the options of the recipe's engine.
+    """Validate the options of the recipe's engine and return them as an object of its class `Options`.
 
     Raises:
         UserError: An option is unknown or invalid.
@@ -139,17 +139,17 @@ def engine_options(recipe: Recipe) -> Any:
 
 
 def answer_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that answers depend on, the engine's `answer_keys`, as far as they are set."""
+    """Return the engine's options that change answers (its `answer_keys`) and are set, by recipe key."""
     options = engine_options(recipe)
     chosen = options.model_dump(include=getattr(options, "answer_keys", set()), exclude_defaults=True)
     return {f"data.distill.options.{key}": value for key, value in chosen.items() if value}
 
 
 def check_engine(recipe: Recipe) -> Any:
-    """Check the options of the recipe's engine, and return them.
+    """Check the options and packages of the recipe's engine, and return the options.
 
     Raises:
-        UserError: As `engine_options`, or a package that the engine needs is not installed.
+        UserError: An option is unknown or invalid, or a package that the engine needs is not installed.
     """
     options, kind = engine_options(recipe), engine_class(recipe.data.distill.engine)
     if hasattr(kind, "check_installed"):
@@ -159,10 +159,10 @@ def check_engine(recipe: Recipe) -> Any:
 
 @contextmanager
 def open_engine(setting: EngineSetting) -> Iterator[Engine]:
-    """Build the recipe's engine, and close it at the end.
+    """Build the recipe's engine, and close it when the context ends.
 
     Raises:
-        UserError: As `check_engine`, or the engine cannot be built.
+        UserError: See `check_engine`; or the engine cannot be built.
     """
     options = check_engine(setting.recipe)
     engine = engine_class(setting.recipe.data.distill.engine).make(options, setting)

@@ -30,7 +30,7 @@ CONTROL_TOKENS = "answer with control tokens"
 
 
 class ServerFailure(Exception):
-    """Failure of a server that may pass; the request is kept. `is_throttled`: HTTP 429."""
+    """A failure of a server that may pass: the request is sent again. `is_throttled`: the response was HTTP 429."""
 
     def __init__(self, reason: str, is_unreachable: bool = False, is_throttled: bool = False) -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class ServerFailure(Exception):
 
 
 class RequestRefused(Exception):
-    """Refusal of a request, which the server will never answer."""
+    """A server's refusal of one request, which it would refuse again."""
 
 
 class BoundedClient(httpx2.AsyncClient):
@@ -95,11 +95,11 @@ class _ResponseBody(BaseModel):
 
 
 class Vocabulary:
-    """Facts about the target's tokens for checking answers.
+    """The target's tokens, for checking answers.
 
-    size: token ids must be below it. end_ids: tokens that end answers.
-    control: control tokens, which no answer's text may contain; ending: those that end answers. Those around thoughts
-    are allowed. openers: ids of the control tokens that the chat template writes in a prompt, and never in an answer.
+    size: token ids must be below it. end_ids: ids of tokens that end answers. control: texts of control tokens, which
+    no answer may contain; those around thoughts are allowed. ending: texts of the tokens that end answers.
+    openers: ids of control tokens that the chat template writes in a prompt, and never in an answer.
     """
 
     def __init__(self, setting: EngineSetting) -> None:
@@ -126,7 +126,7 @@ class Vocabulary:
 
 
 def read_answer(content: bytes, request: Request, vocabulary: Vocabulary) -> Outcome:
-    """Parse and check the body of a response.
+    """Parse and check the body of a server's response; return an answer, or a `Failure` if it cannot be used.
 
     Token ids are cut after the first end token. If a stopped answer's ids contain no end token, its text is used
     instead.
@@ -178,7 +178,7 @@ def read_answer(content: bytes, request: Request, vocabulary: Vocabulary) -> Out
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
-    """Return a short reason, equal for similar errors: without numbers, and without a quoted API key."""
+    """Return a short reason for an HTTP error, equal for similar errors: numbers become N, the API key is masked."""
     body = error.body if isinstance(error.body, dict) else {}
     code, message = body.get("code"), body.get("message") or body.get("detail")
     text = code if isinstance(code, str) else message if isinstance(message, str) else ""
@@ -188,12 +188,12 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text of a server on one line, without control characters for a terminal."""
+    """Return a server's text on one line, without control characters, so that a terminal can show it."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def redirected_to(response: httpx2.Response) -> str:
-    """Return scheme and host of a redirection, which may hold secrets elsewhere."""
+    """Return only scheme and host of a redirect's target, as the rest of its URL may hold secrets."""
     try:
         place = response.url.join(response.headers.get("location", ""))
         return f"{place.scheme}://{place.netloc.decode('ascii', 'replace')}"

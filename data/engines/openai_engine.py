@@ -9,9 +9,9 @@ A server with a password is given as `https://me:$PASSWORD@host/v1`: the passwor
 written to no file.
 
 The `openai` client handles HTTP: it retries after a 429, a 5xx or a broken connection, and waits as `Retry-After` says.
-A request goes to the server with the fewest requests, `concurrency_per_server` at a time, and from a server that fails
-to the next one. So a server that is gone holds its share of the requests only as long as it takes to fail, and one that
-comes back gets its share again.
+A request goes to the server with the fewest requests, at most `concurrency_per_server` at a time; if that server fails,
+it goes to the next one. So a dead server delays its requests only until they fail, and a server that comes back gets
+requests again.
 
 Responses are limited in time and size, and checked as far as possible (`openai_answers`).
 """
@@ -61,7 +61,7 @@ REQUEST_REFUSED = {400, 413, 422, 451}
 
 
 class OpenAIOptions(Section):
-    """`data.distill.options` of `engine: openai`."""
+    """Options of `engine: openai`, set in a recipe by `data.distill.options`."""
 
     answer_keys: ClassVar[set[str]] = {"model"}
     base_urls: list[str] = Field(
@@ -80,8 +80,8 @@ class OpenAIOptions(Section):
     max_attempts: int = Field(
         5,
         ge=1,
-        description="number of times that a request is sent before its conversation fails; each time the client "
-        "itself retries twice",
+        description="number of times that a request is sent before its conversation fails; each time the `openai` "
+        "client itself retries twice",
     )
     give_up_after_s: float = Field(
         600, gt=0, description="seconds without any reachable server after which distillation stops"
@@ -103,10 +103,10 @@ class OpenAIOptions(Section):
 
 
 class Server:
-    """One base URL with its client.
+    """One server: its base URL and client.
 
-    requests: number of requests that it has or that wait for it. slots: its concurrent requests. problem: of its last
-    request; empty if that was answered.
+    requests: number of requests that it works on or that wait for it. slots: semaphore of its concurrent requests.
+    problem: why its last request failed; empty if it was answered.
     """
 
     def __init__(self, url: str, client: openai.AsyncOpenAI, concurrency: int) -> None:
@@ -119,7 +119,7 @@ class OpenAIEngine:
 
     Args:
         options: Options of the engine; `base_urls` may hold passwords.
-        setting: The recipe and target.
+        setting: Recipe, tokenizer and end tokens of the target.
 
     Raises:
         UserError: No server answers, they serve different models, or one rejects a request of one token.
@@ -136,13 +136,13 @@ class OpenAIEngine:
 
     @staticmethod
     def option(name: str) -> str:
-        """Return the recipe key of an option, for messages."""
+        """Return the recipe key of an engine option, for messages."""
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if not options.extensions and setting.recipe.data.distill.top_k > 0:
             raise UserError(
-                "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
+                "data.distill.top_k is set, which OpenAI's API does not have: set it to 0, or use a vLLM server with "
                 f"{self.option('extensions')}: true"
             )
         self.options, self._vocabulary = options, Vocabulary(setting)
@@ -191,7 +191,7 @@ class OpenAIEngine:
         if self._loop.is_closed():
             return
         if self.features is not None and (lost := self.features.lost):
-            warn(f"hidden states of {len(lost)} answers did not come ({lost[-1]}): training asks for their rows")
+            warn(f"hidden states of {len(lost)} answers are missing ({lost[-1]}): training will request them")
         self.run(self._shut_down())
         self._loop.close()
 
@@ -303,7 +303,7 @@ class OpenAIEngine:
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
         if self._model is None:
-            raise UserError(f"{server.url} offers {names}: name one in {self.option('model')}")
+            raise UserError(f"{server.url} offers {names}: set {self.option('model')} to one")
         if self._model not in offered:
             ours = one_line(self._model)
             raise UserError(f"{server.url} serves {names}, not {ours}: every server must serve the same model")
@@ -336,10 +336,10 @@ class OpenAIEngine:
         return outcome
 
     def arguments(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of the client's `completions.create`.
+        """Return the arguments of the `openai` client's `completions.create`.
 
-        With `extensions` they have fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
-        returning token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
+        With `extensions` they include fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
+        the wish for token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
         and the penalties of the model's generation_config.json).
         """
         settings = request.settings
@@ -365,7 +365,7 @@ class OpenAIEngine:
         return arguments | {"extra_body": body}
 
     async def response(self, server: Server, call: Awaitable[Any]) -> Any:
-        """Await a call of the client and translate its errors.
+        """Await a call of the `openai` client and translate its errors.
 
         Raises:
             RequestRefused: The server rejects this request.
@@ -414,7 +414,7 @@ class OpenAIEngine:
 
 
 def warn(message: str) -> None:
-    """Print a line on stderr without breaking a progress bar."""
+    """Print a warning line on stderr without breaking a progress bar."""
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""A server program that this process starts on a free port of this machine, with a log, and ends."""
+"""A server program that this process starts and ends, on a free port of this machine, with its output in a log."""
 
 import os
 import re
@@ -25,13 +25,13 @@ _ERROR = re.compile(
 
 
 class ServerProcess:
-    """A server that answers on `url` once the constructor has returned. It ends with this process at the latest.
+    """A server program. It answers on `url` once the constructor has returned; it ends with this process at the latest.
 
     Args:
         name: The program's name, for messages.
         command: The program and its options, without its port.
-        environment: Variables of its environment, unless they are set already.
-        given: What the user chose, for the message of a server that does not start, as `with --engine-options`.
+        environment: Environment variables for the program, unless they are set already.
+        given: The options that the user chose, for the error `NAME does not start GIVEN`, as `with --engine-options`.
 
     Raises:
         UserError: The server ends, or does not answer within `START_TIMEOUT_S`.
@@ -61,7 +61,7 @@ class ServerProcess:
             raise
 
     def error(self, what: str) -> UserError:
-        """Return an error of a verb phrase, with the first error in the log, or its last line, and the log's path."""
+        """Return a `UserError`: the name, `what` (a verb phrase), the log's first error or last line, and its path."""
         text = self.log.read_text(errors="replace").strip()
         lines = _ERROR.findall(text) or text.splitlines()[-1:] or ["its log is empty"]
         code = self._process.poll()
@@ -69,7 +69,7 @@ class ServerProcess:
         return UserError(f"{self.name} {what}: {lines[0][:300]} ({ended}all of it: {self.log})")
 
     def close(self) -> None:
-        """End the server and everything that it has started; the log is kept if it had died before."""
+        """End the server and its child processes; delete its log, unless the server had ended by itself."""
         has_died = self._process.poll() is not None
         self._end()
         if not has_died:
@@ -96,7 +96,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """Return the number of a port of this machine that nothing listens on."""
+    """Return the number of a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -36,21 +36,21 @@ CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any se
 
 
 class TransformersEngine:
-    """Continuous batching with a loaded target.
+    """Engine with continuous batching on a target that is loaded in this process.
 
     Args:
         target: A causal language model in eval mode.
-        batch_size: Rows of one forward.
-        longest_tokens: Room of each row for prompt and answer together; lowered to the target's positions.
+        batch_size: Number of concurrent answers, the rows of one forward.
+        longest_tokens: Most tokens of a prompt and its answer together; lowered to the target's positions.
         end_ids: Tokens that end an answer.
 
     Raises:
-        UserError: The target has states that cannot be saved, or RoPE whose angles in a row depend on the lengths of
-            the others.
+        UserError: The target has recurrent states that cannot be saved, or its RoPE angles in one row depend on the
+            lengths of the other rows.
     """
 
     class Options(Section):
-        """`data.distill.options` of `engine: transformers`."""
+        """Options of `engine: transformers`, set in a recipe by `data.distill.options`."""
 
         batch_size: int = Field(16, ge=1, description="number of answers that are generated concurrently")
 
@@ -97,7 +97,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def collect(self) -> list[tuple[str, Outcome]]:
-        """Run forwards of all rows until an answer has ended."""
+        """Run forwards of the batch until an answer has ended; return (key, outcome) of all answers that have."""
         outcomes, self._refused = self._refused, []
         with _gpu_memory_errors(self.concurrency):
             while self._waiting and (self._ended or len(self._rows) < self.concurrency):
@@ -198,7 +198,7 @@ class _Row:
 
 
 class RowCache(Cache):
-    """Keys and values of rows of several lengths. A forward adds one token to each of the first A, or n to one row."""
+    """KV cache of rows of different lengths. A forward adds one token to each of the first A rows, or n to one row."""
 
     def __init__(self, target: Any, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
@@ -217,7 +217,7 @@ class RowCache(Cache):
         return self._attention[-1]
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
-        """Prepare a forward that adds one token to each of the first rows; return their lengths [A] on the device."""
+        """Prepare a forward that adds a token to each of the first A rows; return their lengths [A] on the device."""
         self.lengths, self.lengths_a = lengths, to_device(lengths, device)
         for states in self._states:
             states.select(slice(0, len(lengths)))
@@ -225,7 +225,7 @@ class RowCache(Cache):
 
     @contextmanager
     def one_row(self, row: int, start: int) -> Iterator[None]:
-        """Make forwards add tokens to one row alone, after its first `start`."""
+        """Make forwards in this context add tokens to one row alone, after its first `start` tokens."""
         self.only = (row, start)
         for states in self._states:
             states.select(slice(row, row + 1), are_new=start == 0)
@@ -235,7 +235,7 @@ class RowCache(Cache):
             self.only = None
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a row into another."""
+        """Copy the keys and values of a row's first `length` tokens, and its recurrent state, to row `target`."""
         for layer in self._attention:
             for tensor in (layer.keys, layer.values):
                 assert tensor is not None

@@ -38,7 +38,7 @@ ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class VllmOptions(Section):
-    """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
+    """Options of `engine: vllm`, set in a recipe by `data.distill.options`; None leaves the choice to vLLM."""
 
     answer_keys: ClassVar[dict[str, Any]] = {
         "dtype": True,
@@ -46,13 +46,13 @@ class VllmOptions(Section):
     }
     tensor_parallel_size: int = Field(1, ge=1, description="number of GPUs that share one copy of the target")
     data_parallel_size: int | None = Field(
-        None, ge=1, description="number of copies of the target; by default as many as the visible GPUs have room for"
+        None, ge=1, description="number of copies of the target; by default as many as the visible GPUs can hold"
     )
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a prompt with its answer")
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1, description="fraction of each GPU's memory that vLLM uses"
     )
-    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="size of one copy's KV cache; needed on a CPU")
+    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="bytes of one copy's KV cache; needed on a CPU")
     dtype: str | None = Field(None, description="dtype of the target in vLLM; by default `target.dtype`")
     enforce_eager: bool = Field(False, description="run without compilation and without CUDA graphs")
     concurrency: int = Field(256, ge=1, description="number of concurrent answers of one copy: vLLM's max_num_seqs")
@@ -60,7 +60,7 @@ class VllmOptions(Section):
 
     @property
     def copies(self) -> int:
-        """Return the number of copies of the target; by default they use all GPUs."""
+        """Return the number of copies of the target: `data_parallel_size`, by default as many as the GPUs can hold."""
         return self.data_parallel_size or max(1, torch.cuda.device_count() // self.tensor_parallel_size)
 
 
@@ -122,7 +122,7 @@ class VllmEngine(OpenAIEngine):
 
     def _no_server_message(self, failure: str) -> str:
         return (
-            f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
+            f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out, lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
         )
 
@@ -134,7 +134,7 @@ def require_vllm(who: str) -> None:
 
 
 def gives_hidden_states(architecture: str) -> bool | None:
-    """Return whether vLLM's class of an architecture has the EAGLE-3 interface; None if vLLM is not installed."""
+    """Return whether vLLM's model class of this name can give hidden states (as for EAGLE-3); None without vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None
     from vllm.model_executor.models.interfaces import supports_eagle3
@@ -145,7 +145,7 @@ def gives_hidden_states(architecture: str) -> bool | None:
 
 
 def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
-    """Return the arguments of a `VllmServer`; `options.llm` overrides all others."""
+    """Return the arguments of a `VllmServer` for the recipe's target; `options.llm` overrides all others."""
     target = setting.recipe.target
     chosen = {
         "max_model_len": options.max_model_len,
@@ -169,7 +169,7 @@ def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, 
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Write `{"max_model_len": 512, "enforce_eager": True}` as `--max-model-len 512 --enforce-eager`."""
+    """Write `{"max_model_len": 512, "enforce_eager": True}` as options: `--max-model-len 512 --enforce-eager`."""
     words: list[str] = []
     for key, value in arguments.items():
         name = key.replace("_", "-")

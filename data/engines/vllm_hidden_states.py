@@ -39,7 +39,7 @@ class _Copied:
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):
-    """See the module's docstring."""
+    """vLLM connector that writes the hidden states of each request to a file, see the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -48,7 +48,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
     # ---- in the scheduler ----
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Plan the file of a request, unless it ended amid its prompt."""
+        """Schedule the file of a finished request, unless it ended before all of its tokens were computed."""
         delayed, answered = super().request_finished(request, block_ids)
         planned = self._pending_saves.get(request.request_id)
         if planned is not None and request.num_computed_tokens < len(planned.token_ids):

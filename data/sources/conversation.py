@@ -16,8 +16,8 @@ ID_HEX_DIGITS = 16
 class Turn:
     """One message of a conversation.
 
-    tool_calls: of an assistant turn, as OpenAI's, but with the arguments as an object, which chat templates take.
-    name, tool_call_id: of a tool's result, where they are known.
+    tool_calls: an assistant turn's calls in OpenAI's form, but with `arguments` as an object, as chat templates expect.
+    name, tool_call_id: the function and the call that a tool's result belongs to, where they are known.
     reasoning_content: thoughts of an assistant turn that are not in its content.
     weight: 0 for an answer that carries no loss, else 1.
     """
@@ -32,7 +32,7 @@ class Turn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return the turn as an OpenAI message, which chat templates take."""
+        """Return the turn as a message in OpenAI's form, which chat templates expect."""
         more: dict[str, Any] = {"tool_calls": list(self.tool_calls), "name": self.name}
         more |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         unlearned = {} if self.weight else {"weight": 0}
@@ -41,12 +41,12 @@ class Turn:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the target has yet to answer."""
+        """Return whether the turn has neither text nor tool calls, as an answer that the target has yet to give."""
         return not self.content and not self.tool_calls
 
     @property
     def called(self) -> list[str]:
-        """Return the names of the functions that the turn calls."""
+        """Return the names of the functions that the turn calls, in order."""
         return [call["function"]["name"] for call in self.tool_calls]
 
 
@@ -54,12 +54,12 @@ class Turn:
 class Conversation:
     """A conversation of validated turns.
 
-    id: hash of everything except the assistant's turns, so that it does not change when these are regenerated; where
-    the source's own answers are kept, see `answered_id`.
+    id: hash of the tools and of all turns but the assistant's, so that new answers do not change it; where the source's
+    own answers are kept, see `answered_id`.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
-    answer_ids: of a distilled one, token ids of each answer as it was generated, with its end token unless it was cut
-    short; None where unknown. prompt_ids: of each of these the ids of the prompt that the target read; None also.
-    shortened: why later turns of a distilled one are missing.
+    answer_ids: token ids of each generated answer, with its end token unless it was cut short; None where unknown.
+    prompt_ids: for each answer, token ids of the prompt that the target read; None where unknown.
+    shortened: why later turns of a distilled conversation are missing.
     """
 
     id: str
@@ -72,28 +72,28 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return the turns as OpenAI messages."""
+        """Return the turns as messages in OpenAI's form."""
         return [turn.message for turn in self.turns]
 
     @property
     def is_answered(self) -> bool:
-        """Return True if there are answers, and only a last user turn has none."""
+        """Return whether there are answers, and every user turn has one, except perhaps the last turn."""
         answers = [turn for turn in self.turns if turn.role == "assistant"]
         return bool(answers) and not any(turn.is_empty for turn in answers)
 
     @property
     def is_learned(self) -> bool:
-        """Return True if any answer carries loss."""
+        """Return whether any answer carries loss (has a weight above 0)."""
         return any(turn.role == "assistant" and turn.weight for turn in self.turns)
 
 
 def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = ()) -> str:
-    """Hash the turns that a regeneration does not change, and the tools."""
+    """Return a hash of the tools and of all turns but the assistant's, so that new answers do not change it."""
     return _short_hash([[turn.role, turn.content] for turn in turns if turn.role != "assistant"] + list(tools))
 
 
 def answered_id(conversation: Conversation) -> str:
-    """Return an id that changes with the answers too; sorted, these ids are in the order of those without answers."""
+    """Return the conversation's id followed by a hash of its answers; sorting by it keeps the order of plain ids."""
     return conversation.id + _short_hash([turn.message for turn in conversation.turns if turn.role == "assistant"])
 
 
@@ -102,11 +102,11 @@ def _short_hash(value: list[Any]) -> str:
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Return how many characters or tokens two sequences have in common at their beginning."""
+    """Return the length of the longest common prefix of two texts or two lists of tokens."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:
-    """Return a call as chat templates take it."""
+    """Build a tool call in OpenAI's form, with `arguments` as an object, as chat templates expect."""
     named = {"id": call_id} if call_id else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -4,7 +4,7 @@
     shards/*     finished conversations, one per line of JSON, plain or compressed
 
 A run's data folder has this form, and so has the dataset repository that `draftsmith push --data` writes. With
-`engine: none` the answers are used as the target's own, to the token. With another engine only the prompts are used.
+`engine: none` the answers and their token ids are used as the target's own; with another engine, only the prompts are.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class _Prompt(TypedDict):
 
 
 class DistilledLine(TypedDict):
-    """A line of `shards/`."""
+    """A line of a file in `shards/`: one finished conversation. reason: why later answers are missing, or null."""
 
     id: str
     reason: str | None
@@ -73,7 +73,7 @@ _LINE: TypeAdapter[Any] = TypeAdapter(DistilledLine)
 
 
 def kept_record(conversation: Conversation) -> dict[str, Any]:
-    """Return a conversation as a line of `shards/`."""
+    """Convert a finished conversation to a record, a line of a file in `shards/`."""
     record: dict[str, Any] = {"id": conversation.id, "reason": conversation.shortened, "source": conversation.source}
     record["messages"] = conversation.messages
     record |= {"tools": list(conversation.tools)} if conversation.tools else {}
@@ -90,7 +90,7 @@ def kept_record(conversation: Conversation) -> dict[str, Any]:
 
 
 def kept_conversation(record: dict[str, Any]) -> Conversation:
-    """Return the conversation of a valid line of `shards/`."""
+    """Convert a valid record, a line of a file in `shards/`, to a conversation."""
     turns = tuple(
         Turn(**{**message, "tool_calls": tuple(message.get("tool_calls", ()))}) for message in record["messages"]
     )
@@ -136,17 +136,17 @@ class _Card:
 
 @dataclass(frozen=True)
 class DistilledSet:
-    """A distilled set on this machine; `name` is the recipe's."""
+    """A distilled set, conversations with a target's answers, in a local folder. name: its source in the recipe."""
 
     name: str
     folder: Path
     card: _Card = field(repr=False)
 
     def records(self) -> Records:
-        """Read the conversations, as `read_records` does.
+        """Read the (place, record) pairs of the conversations, as `read_records` does.
 
         Raises:
-            UserError: A file is missing, or is not the one that the card describes.
+            UserError: A file is missing, or its SHA-256 is not the one in `card.json`.
         """
         for name, expected in sorted(self.card.hashes.data_files.items()):
             file = self.folder / SHARDS / Path(name).name
@@ -156,7 +156,7 @@ class DistilledSet:
             yield from read_records(file)
 
     def check_target(self, target: TargetRecipe, tokenizer: Any, weights: str | None) -> None:
-        """Check that the answers are the target's, or a copy's that was distilled for it, in the same template.
+        """Check that this target, or a quantised copy of it, gave the answers, with the same tokenizer and template.
 
         Args:
             weights: Hash of the target's weights.
@@ -167,8 +167,8 @@ class DistilledSet:
         card = self.card
         if card.engine.get("engine") == "none":
             raise UserError(
-                f"data.conversations.source {self.name}: its answers are not a target's, as it was made with "
-                f"data.distill.engine none itself: name its conversations file, {LET_IT_ANSWER}"
+                f"data.conversations.source {self.name}: no target gave its answers, as it was made with "
+                f"data.distill.engine none: name the conversations file that it was made from, {LET_IT_ANSWER}"
             )
         known = {card.target.weights, card.engine.get("weights")} - {None}
         if (weights not in known) if known and weights else (card.target.model != target.display_name):
@@ -189,10 +189,10 @@ class DistilledSet:
 
 
 def kept_answers(record: Any, where: str) -> Conversation:
-    """Return the conversation of a record of a distilled set, with its answers as they were generated.
+    """Convert a record of a distilled set to a conversation, with its answers and their token ids.
 
     Raises:
-        InvalidConversation: The record is not a line of `shards/`.
+        InvalidConversation: The record does not have the form of a line of `shards/`.
     """
     try:
         return kept_conversation(_LINE.validate_python(record, strict=True))
@@ -203,10 +203,10 @@ def kept_answers(record: Any, where: str) -> Conversation:
 
 
 def find_distilled(source: SourceRecipe) -> DistilledSet | None:
-    """Return the distilled set that a source names, a folder or a dataset of the Hub; None if it is none.
+    """Return the distilled set that a source names, a folder or a Hub dataset (downloaded); None for other sources.
 
     Raises:
-        UserError: The folder's card is damaged, or the Hub does not give the files.
+        UserError: The folder's `card.json` is damaged, or the Hub's files cannot be downloaded.
     """
     name, folder = source.source, Path(source.source)
     if source.file is not None:
@@ -225,7 +225,7 @@ def find_distilled(source: SourceRecipe) -> DistilledSet | None:
 
 
 def check_answers(recipe: Recipe, tokenizer: Any, weights: str | None) -> None:
-    """Check the answers of all distilled sets of a recipe that uses answers: see `DistilledSet.check_target`."""
+    """Check all distilled sets of a recipe that uses their answers (`engine: none`), by `DistilledSet.check_target`."""
     if recipe.data.distill.engine == "none":
         for source in recipe.data.conversations.sources:
             if (found := find_distilled(source)) is not None:
@@ -233,12 +233,12 @@ def check_answers(recipe: Recipe, tokenizer: Any, weights: str | None) -> None:
 
 
 def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
-    """Return SHA-256 of a tokenizer's vocabulary and of its chat template."""
+    """Return the SHA-256 of a tokenizer's vocabulary (`vocabulary`) and of its chat template (`chat_template`)."""
     parts = {"vocabulary": json.dumps(tokenizer.get_vocab(), sort_keys=True)}
     parts["chat_template"] = undated_template(tokenizer)
     return {name: hashlib.sha256(str(part).encode()).hexdigest() for name, part in parts.items()}
 
 
 def undated_template(tokenizer: Any) -> str:
-    """Return the text of the chat template, with the call of today's date where one was frozen (`freeze_date`)."""
+    """Return the chat template's text; if `freeze_date` put a fixed date in place of today's, the text before that."""
     return str(getattr(tokenizer, "undated_chat_template", tokenizer.chat_template))

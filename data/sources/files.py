@@ -2,10 +2,10 @@
 
 Tables are read by Arrow, Hub datasets by `datasets`, JSON by this module.
 
-A JSON file has one record a line, an array of them, or one after the other over several lines; plain or compressed
-(.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a
-time; records over several lines are in memory as a whole. Where a file ends inside a record, the whole ones before it
-are read first.
+A JSON file has one record a line, an array of records, or records one after the other over several lines; plain or
+compressed (.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one
+record at a time; records over several lines are in memory as a whole. If a file ends inside a record, the complete ones
+before it are read first.
 
 A row of a table is a record of its columns. Cells without a value are null; turns in a CSV cell are JSON text.
 """
@@ -39,7 +39,7 @@ NOT_BLANK_OR_COMMA = re.compile(r"[^ \t\r\n,]")
 ARRAY = re.compile(r'\s*(\{\s*"data"\s*:\s*\[(?=\s*\{)|\[)')  # `[`, or the beginning of {"data": [{
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
-CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
+CONVERT = "convert it to UTF-8; a compressed file needs the suffix .gz, .xz or .zst"
 
 Records = Iterator[tuple[str, Any]]
 STDLIB = "stdlib"
@@ -49,7 +49,7 @@ Split = Literal["train", "heldout", "all"]
 
 
 class InvalidConversation(UserError):
-    """A record that cannot be used. `reason` is the short name under which `skip_invalid` counts it."""
+    """Error for a record that cannot be used. reason: short name under which `skip_invalid` counts the record."""
 
     def __init__(self, where: str, reason: str, sentence: str) -> None:
         super().__init__(
@@ -59,14 +59,14 @@ class InvalidConversation(UserError):
 
 
 def parse_json_line(line: bytes, where: str) -> Any:
-    """Parse a line of JSON.
+    """Parse a line of JSON; `where` is its place, for the error message.
 
     Raises:
         InvalidConversation: The line is not UTF-8, not JSON, or too large for a record.
     """
     try:
         if len(line) > MOST_RECORD_BYTES:
-            raise InvalidConversation(where, TOO_LARGE, f"{TOO_LARGE}, which no conversation is")
+            raise InvalidConversation(where, TOO_LARGE, f"the record is {TOO_LARGE}, too large for a conversation")
         return DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text (byte 0x{line[error.start]:02x} at position {error.start + 1}): {CONVERT}"
@@ -78,10 +78,10 @@ def parse_json_line(line: bytes, where: str) -> Any:
 
 
 def read_records(file: Path) -> Records:
-    """Read the records of a file in any of the formats.
+    """Read the records of a JSON, Parquet or CSV file, plain or compressed.
 
     Yields:
-        (`file line 3`, record); a line that cannot be read comes as an `InvalidConversation` in the record's place.
+        (place, as `FILE line 3`; record). For a line that cannot be read, the record is an `InvalidConversation`.
 
     Raises:
         UserError: The file is empty, damaged, or in none of the formats.
@@ -129,17 +129,17 @@ def _table_row(row: Any, where: str) -> Any:
     """Return an Arrow table of one row as a record, or as what is wrong with it."""
     try:
         if row.nbytes > MOST_RECORD_BYTES:
-            return InvalidConversation(where, TOO_LARGE, f"{TOO_LARGE}, which no conversation is")
+            return InvalidConversation(where, TOO_LARGE, f"the record is {TOO_LARGE}, too large for a conversation")
         return table_record(row.to_pylist()[0])
     except (ValueError, OverflowError) as error:  # text that is no UTF-8, a date beyond Python's
         return InvalidConversation(where, "unreadable cell", f"a cell cannot be read ({error})")
 
 
 def table_record(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a typed table as a record.
+    """Return a row of a typed table as a record, without the nulls inside its objects.
 
-    Objects within a column have the keys of all rows, null where their own row has no such key. These nulls are left
-    out; otherwise every tool would have the parameters of all tools.
+    Such a table gives all objects of a column the same keys, with null where a row has no such key. If these nulls
+    stayed, every tool would have the parameters of all tools.
     """
     return {column: _without_nulls(value) for column, value in row.items()}
 
@@ -165,15 +165,15 @@ def _decoding_errors(file: Path) -> Iterator[None]:
 
 
 def read_json_records(file: Path) -> Records:
-    """Read JSON lines, an array of records, or records one after the other, each over several lines.
+    """Read a JSON file: records one per line, in an array, or one after the other over several lines.
 
     Yields:
-        (`file line 3`, record); a line that is not JSON, or not UTF-8, comes as an `InvalidConversation` in the
-        record's place.
+        (place, as `FILE line 3`; record). For a line that is not JSON, or not UTF-8, the record is an
+        `InvalidConversation`.
 
     Raises:
-        UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
-            record no JSON.
+        UserError: The file is empty or cannot be decompressed; or its records span lines, and it is not UTF-8 or a
+            record is not JSON.
     """
     with _decoding_errors(file):
         with _open_bytes(file) as stream:
@@ -283,22 +283,22 @@ def _spread_records(file: Path, text: str) -> Records:
 
 
 def _torn(where: str, whole: int) -> InvalidConversation:
-    sentence = f"the file ends inside this record, after {whole:,} whole ones: fetch it again"
+    sentence = f"the file ends inside this record, after {whole:,} complete records: download it again"
     return InvalidConversation(where, "file ends inside a record", sentence)
 
 
 def is_hub_name(source: str) -> bool:
-    """Return True if a source that is no local file may be the name of a Hub dataset."""
+    """Return whether a source that is no local file has the form of a Hub dataset's id."""
     looks_like_a_file = source.startswith((".", "/", "~")) or source.endswith(FILE_SUFFIXES)
     return not looks_like_a_file and HUB_ID.fullmatch(source) is not None
 
 
 def open_records(recipe: SourceRecipe, split: Split) -> Records:
-    """Read (place, record) pairs of a source; a line that is not JSON comes as an `InvalidConversation`.
+    """Read the (place, record) pairs of a source; for a line that is not JSON, the record is an `InvalidConversation`.
 
     Args:
         recipe: The source.
-        split: Used by `stdlib`, whose split is by module.
+        split: Part of `stdlib` to read, which is split by Python module; other sources ignore it.
 
     Raises:
         UserError: The file or dataset does not exist, or cannot be read.

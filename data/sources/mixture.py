@@ -1,9 +1,9 @@
 """The recipe's conversations: the records of all sources, validated, deduplicated and filtered, in their shares.
 
-A record is left out for the first reason that applies, in this order: it is invalid; its prompts, but for case and
-white space, came before, from whatever source (with `engine: none`, prompts and answers: several answers to one prompt
-are several conversations); it belongs to the other split; it repeats an evaluation question; a filter excludes it. Each
-is counted, for the console, the checkup and the data card, and so are the keys of records that nothing reads.
+A record is left out for the first reason that applies, in this order: it is invalid; a record with the same prompts,
+apart from case and white space, came before from any source (with `engine: none`, the same prompts and answers: several
+answers to one prompt are several conversations); it belongs to the other split; it repeats an evaluation question; a
+filter excludes it. Each reason is counted for reports, and so are the keys of records that nothing reads.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 def counted_reasons(counts: Counter[str]) -> str:
-    """Write counts by reason for reports: `3 (2 empty turn, 1 not JSON)`, `2 (not JSON)`."""
+    """Format counts by reason for reports, as `3 (2 empty turn, 1 not JSON)`, `2 (not JSON)`, or `0`."""
     details = ", ".join(f"{count} {reason}" if len(counts) > 1 else reason for reason, count in counts.most_common())
     return f"{counts.total()} ({details})" if counts else "0"
 
 
 @dataclass
 class Tally:
-    """Counts of one source. Every record that was read is in exactly one of the others but the last two.
+    """Counts of one source's records. Each record of `read` is in exactly one of the counts up to `kept`.
 
-    unread_keys: of valid records, how many have a key that nothing reads, by its name. repaired: of how many something
-    was left out.
+    unread_keys: for each key that nothing reads, the number of valid records that have it. repaired: number of valid
+    records of which a part was left out, by the kind of repair.
     """
 
     read: int = 0
@@ -76,7 +76,7 @@ class Tally:
 class SourceCounts:
     """Counts of all sources, by name; filled while `load_conversations` is consumed.
 
-    `contaminated_ids` says for each conversation that was left out as contaminated which question it repeats.
+    contaminated_ids: by id of a conversation left out as contaminated, the evaluation question that it repeats.
     """
 
     by_source: dict[str, Tally] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class SourceCounts:
 
     @property
     def total(self) -> Tally:
-        """Add up the counts of all sources."""
+        """Return the sum of the counts of all sources."""
         total = Tally()
         for tally in self.by_source.values():
             for name, value in vars(tally).items():
@@ -103,8 +103,8 @@ def load_conversations(
 
     Args:
         recipe: Recipe whose `data` section is used, and by default its `eval.questions` for decontamination.
-        counts: Is filled with the counts of kept and dropped records.
-        tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
+        counts: Receives the counts of kept and dropped records while this iterates.
+        tokenizer: The target's tokenizer, for `filters.max_tokens`; without one this filter is not applied.
 
     Raises:
         UserError: A source is missing or unreadable, a record is invalid, or nothing is left.
@@ -129,10 +129,10 @@ def load_conversations(
 
 
 def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
-    """Take from (weight, iterator) pairs so that each has its share after any number of items, to about one item.
+    """Yield items of (weight, iterator) pairs so that each has its share by weight at any time, to about one item.
 
-    The n-th item of an iterator is due at (n - 1/2) / weight, as in Webster's method; among equals the first iterator
-    goes first. One that runs dry is left out from then on.
+    The n-th item of an iterator is due at (n - 1/2) / weight, as in Webster's method; if several are due, the first
+    iterator goes first. An exhausted iterator is left out from then on.
     """
     due = [(0.5 / weight, index, 1) for index, (weight, _) in enumerate(sources)]
     heapq.heapify(due)
@@ -244,18 +244,18 @@ def _check_answers(conversation: Conversation, where: str) -> None:
     """
     if not conversation.is_answered:
         sentence = (
-            "a question has no answer, and with data.distill.engine: none nobody gives one "
-            "(with another engine the target does)"
+            "a question has no answer, and data.distill.engine: none adds none "
+            "(with another engine the target answers it)"
         )
         has_none = all(turn.is_empty for turn in conversation.turns if turn.role == "assistant")
         raise (NoQuestion if has_none else InvalidConversation)(where, "no answer", sentence)
     if not conversation.is_learned:
         raise InvalidConversation(
-            where, "no answer to learn", "every answer has a weight of 0, so that none is learned"
+            where, "no answer to learn", "every answer has a weight of 0, so that none is trained on"
         )
 
 
 def question_sources(recipe: Recipe) -> list[str]:
-    """Return the question files whose questions no conversation may repeat."""
+    """Return the names or files of the evaluation questions that training conversations must not repeat."""
     named = recipe.data.conversations.decontaminate
     return recipe.eval.question_sets if named is None else named

@@ -50,7 +50,7 @@ TIMEOUT_S = 60.0
 
 
 def set_name(source: str) -> str:
-    """Return the short name of a set: its own, or its file's without suffixes; of a file `test.*` the folder's."""
+    """Return a question set's short name: its published name, or its file's name (for `test.*` the folder's name)."""
     if source in NAMES:
         return source
     name = PurePath(SourceRecipe(source=source).label).name
@@ -58,10 +58,10 @@ def set_name(source: str) -> str:
 
 
 def questions_file(source: str) -> Path:
-    """Return the file of a set; a published one is fetched the first time.
+    """Return the local file of a question set; a published set is downloaded the first time.
 
     Raises:
-        UserError: The file cannot be fetched, or has another hash.
+        UserError: The file cannot be downloaded, or its SHA-256 is not the pinned one.
     """
     if source == EMBEDDED:
         return EMBEDDED_FILE
@@ -73,7 +73,7 @@ def questions_file(source: str) -> Path:
 
 
 def questions_files(sources: Iterable[str]) -> dict[str, Path]:
-    """Return the files of sets by the sets' short names."""
+    """Return the local files of question sets, by the sets' short names."""
     return {set_name(source): questions_file(source) for source in sources}
 
 
@@ -82,7 +82,7 @@ def _fetch_from_github(name: str) -> Path:
     if file.is_file():
         return file
     way_out = (
-        f"fetch it elsewhere and name it as eval.questions, or put it at {file} (its folder is ${CACHE_VARIABLE}'s)"
+        f"download it elsewhere and set eval.questions to it, or put it at {file} (${CACHE_VARIABLE} sets the folder)"
     )
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:

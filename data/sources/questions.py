@@ -1,4 +1,4 @@
-"""Questions in the formats of their publishers: what `eval.questions` names, one set or several side by side.
+"""Questions in the formats of their publishers: the one or several sets of questions that `eval.questions` names.
 
 A file's format is recognised by the columns of its first row (`FORMATS`). A question's turns are user messages in
 order, as published, without a word added. SPEED-Bench's files have Spec-Bench's columns, and more. Questions are read
@@ -43,7 +43,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its category; `task` is what it counts under, by default the category."""
+    """An evaluation question: its user turns, its category, and the task to count it under, by default the category."""
 
     question_id: int | str
     category: str
@@ -52,22 +52,22 @@ class Question:
 
     @property
     def task_name(self) -> str:
-        """Return the task that the question counts under."""
+        """Return the task that the question's results are counted under."""
         return self.task or self.category
 
 
 def task_of(category: str) -> str:
-    """Return the task, of Spec-Bench's six, that a category of Spec-Bench's file belongs to."""
+    """Map a category of Spec-Bench's file to the task, one of Spec-Bench's six, that it belongs to."""
     return MT_BENCH if category in MT_BENCH_CATEGORIES else category
 
 
 @dataclass(frozen=True)
 class Format:
-    """A published format of questions.
+    """A published format of question files.
 
-    columns: columns that all rows have, and by which a file is recognised. mark: a column, and a text that it holds in
-    every row. text: column of the user's message, or of a list of them. question_id, category: columns; without them
-    the row's number and the task. task: the task of all questions; by default each category is one.
+    columns: columns that every row has, by which a file is recognised. text: column with the user's message, or with a
+    list of messages. question_id, category: columns; without them the row's number and the task. task: task of all
+    questions; by default each category is one. mark: a column, and a text that it contains in every row.
     """
 
     name: str
@@ -98,9 +98,9 @@ def load_questions(
     With several, ids, categories and tasks begin with the set's name; a set that is one task keeps the task's name.
 
     Args:
-        sources: A file or a name (`NAMES`), or several.
-        limit_per_category: Keep the first ones of each category.
-        limit_per_task: Keep the first ones of each task, taken in turn from its categories.
+        sources: File or name (`NAMES`) of a set, or several of them.
+        limit_per_category: Number of questions to keep of each category, the first ones; None: all.
+        limit_per_task: Number of questions to keep of each task, taken in turn from its categories; None: all.
 
     Raises:
         UserError: A file is missing or empty, a row is no question, or two sets have the same name or task.
@@ -153,7 +153,7 @@ def _load_set(source: str) -> list[Question]:
     records: Records = read_records(file) if file.stat().st_size else iter(())
     for number, (where, row) in enumerate(records, start=1):
         if isinstance(row, InvalidConversation):
-            raise UserError(f"{where} is {row.sentence}: write the line again")
+            raise UserError(f"{where}: {row.sentence}: write the line again")
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object: each line must hold one question with its columns")
         form = form or _recognise(row, where)
@@ -224,23 +224,23 @@ def _quote(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Match:
-    """Why a conversation is contaminated, and by which question: `file:question_id`."""
+    """Contamination of a conversation: the kind (`reason`), and the question it repeats, as `file:question_id`."""
 
     reason: str
     question: str
 
 
 class Contamination:
-    """The questions that conversations to train on must not repeat: they would flatter the figures.
+    """Search for training conversations that repeat evaluation questions, as these would make results look too good.
 
     A conversation is contaminated if, in words (case and punctuation aside; a Chinese or Japanese character is a word),
 
     1. a user turn *is* the first turn of a question,
     2. any of its turns has n words in a row in common with any turn of a question (n = 13, after GPT-3, arXiv
        2005.14165, appendix C), or
-    3. any of its turns contains the whole first turn of a question that is shorter than n words, but not than 5.
+    3. any of its turns contains the whole first turn of a question, if that has at least 5 and fewer than n words.
 
-    A later turn of a question ("Rewrite it in one sentence.") says nothing without the first: only rule 2 looks at it.
+    A later turn of a question ("Rewrite it in one sentence.") means nothing without the first: only rule 2 applies.
 
     Args:
         sources: Question files, or names of sets.
@@ -292,5 +292,5 @@ class Contamination:
 
 
 def words_of(text: str) -> Words:
-    """Split a text into words, for comparison: without case and punctuation."""
+    """Split a text into words in lower case, without punctuation, for comparison."""
     return tuple(WORD.findall(text.casefold()))

@@ -22,10 +22,10 @@ Repairs are counted.
 Tools are OpenAI's: `tools` next to the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
 `tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns.
 
-A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns, and
-those of a turn (`turns`). Refused: images and other media, `documents`, `chat_template_kwargs`, `history`, OpenAI's
-`functions` of 2023, and where the record's own answers are used also answers that are marked as bad (`kto_tag`). All
-other keys are not read, and counted by name.
+A key that changes the meaning of a record is either used or refused. Used: `system` and `system_prompt` next to the
+turns, and the keys of a turn (`turns`). Refused: images and other media, `documents`, `chat_template_kwargs`,
+`history`, OpenAI's `functions` of 2023, and, where the record's own answers are used, answers that are marked as bad
+(`kto_tag`). All other keys are not read, and counted by name.
 """
 
 import json
@@ -59,8 +59,8 @@ COLUMNS = {
     "system": ("system_prompt", "system"),
 }
 REFUSED = {  # keys of a record, the names of the reasons, and the sentences
-    **dict.fromkeys(MEDIA, ("comes with media", "`{}` belongs to the turns, and only text can be shown")),
-    "documents": ("comes with documents", "`{}` cannot be shown: write them into a turn"),
+    **dict.fromkeys(MEDIA, ("comes with media", "`{}` holds media, and only text is supported: remove it")),
+    "documents": ("comes with documents", "`{}` are not read: write their text into a turn"),
     "history": ("comes with a history", "`{}` holds earlier turns: write all turns into one list, `messages`"),
     "functions": ("tools of OpenAI's API of 2023", "`{}` is not read: write `tools`, and `tool_calls` in turns"),
     "chat_template_kwargs": (
@@ -73,7 +73,7 @@ MOST_CHARACTERS = 8_000_000  # some two million tokens
 
 
 class NoQuestion(InvalidConversation):
-    """A record that has no question or no answer to it, so that nothing can be learned: it is counted, no error."""
+    """A record without a question, or without answers where these are used. It is skipped and counted, and no error."""
 
 
 def parse_conversation(
@@ -84,15 +84,15 @@ def parse_conversation(
     unread: Counter[str] | None = None,
     repaired: Counter[str] | None = None,
 ) -> Conversation:
-    """Read one record of any of the formats.
+    """Convert a record (ShareGPT, OpenAI messages, columns with prompts, see the module) to a conversation.
 
     Args:
         record: Parsed JSON: a mapping with a list of turns or a prompt column, or the list of turns itself.
         where: File and line, for the error message.
-        columns: The recipe's names of columns. If it names the prompt column, a list of turns is not read.
-        keeps_answers: The record's own answers are used; otherwise keys that concern only answers are ignored.
+        columns: Column names from the recipe. If they name the prompt column, a list of turns is not read.
+        keeps_answers: Whether the record's own answers are used; if not, keys that concern only answers are ignored.
         unread: Receives the keys that were not read; those of a turn as `turns.key`.
-        repaired: Receives what was left out of the record.
+        repaired: Receives the kinds of repairs, which left out a part of the record.
 
     Raises:
         InvalidConversation: The record is not a usable conversation; the sentence names `where` and the turn.
@@ -168,7 +168,7 @@ class _Reader:
             return
         bad = [key for key in ("kto_tag", "label") if self._record.get(key) is False]
         if bad:
-            raise self._invalid("answer marked as bad", f"`{bad[0]}` is false: its answer is one not to learn")
+            raise self._invalid("answer marked as bad", f"`{bad[0]}` is false, which marks the answer as bad")
         self._read.add("kto_tag")
 
     # ---- lists of turns ----
@@ -327,9 +327,9 @@ class _Reader:
 
 
 def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
-    """Return the turns with the results of calls in the order of the calls, where every result names its call.
+    """Sort the tool results after each turn into the order of its calls, if every result has a `tool_call_id`.
 
-    A template that writes no ids leaves only the place to tell which call a result belongs to.
+    A chat template that writes no ids shows only by the order which call a result belongs to.
     """
     ordered = list(turns)
     for index, turn in enumerate(turns):
@@ -343,14 +343,14 @@ def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
         for number, result in enumerate(results, start=index + 2):
             if result.tool_call_id not in place_of:
                 name = result.tool_call_id[:LONGEST_NAME]
-                what = f"the result's tool_call_id {json.dumps(name)} is none of the calls before it"
+                what = f"the result's tool_call_id {json.dumps(name)} matches no call before it"
                 raise InvalidConversation(f"{where}, turn {number}", "result of another call", what)
         ordered[index + 1 : end] = sorted(results, key=lambda result: place_of[result.tool_call_id])
     return tuple(ordered)
 
 
 def usable_turns(turns: tuple[Turn, ...], where: str) -> tuple[tuple[Turn, ...], list[str]]:
-    """Return the turns of a conversation in order, and how it was repaired.
+    """Return the usable turns, up to the first one that is out of order, and descriptions of the repairs.
 
     Raises:
         NoQuestion: No question is left.
@@ -374,10 +374,10 @@ def usable_turns(turns: tuple[Turn, ...], where: str) -> tuple[tuple[Turn, ...],
     for number, turn in enumerate(turns[question:], start=question + 1):
         here = f"{where}, turn {number}"
         if turn.role == "tool" and before not in ("assistant", "tool"):
-            sentence = "a tool's result must come after the assistant's call"
+            sentence = "a tool's result must follow a call of the assistant"
             raise InvalidConversation(here, "result without a call", sentence)
         if turn.role == "user" and (before == "tool" or (before == "assistant" and usable[-1].tool_calls)):
-            sentence = "after a call its result must come, and after a result the assistant's turn"
+            sentence = "a tool call must be followed by its result, and a result by an assistant turn"
             raise InvalidConversation(here, "a tool's exchange without an answer", sentence)
         if turn.role == "system":
             repairs.append("ended before a later system turn")

@@ -1,8 +1,8 @@
 """Reading of one turn: the one way from a message, of a record or of a request to `serve`, to a `Turn`.
 
 A turn has OpenAI's keys or ShareGPT's. Its content is text, or a list of parts, whose texts are joined by newlines, as
-vLLM and llama.cpp do. A key that changes what a turn says is obeyed or refused: obeyed are its name, its calls, its
-thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's `weight`, Axolotl's `train`); refused are
+vLLM and llama.cpp do. A key that changes the meaning of a turn is used or refused. Used: its name, its calls, its
+thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's `weight`, Axolotl's `train`). Refused:
 media, a refusal, and OpenAI's `function_call` of 2023. All other keys are not read, and reported by name.
 """
 
@@ -42,12 +42,12 @@ BAD_CALL = "malformed tool call"
 
 
 def read_turn(message: Any, here: str, keeps_answers: bool = True, unread: dict[str, None] | None = None) -> Turn:
-    """Read one turn, whose text may be empty.
+    """Convert a message, in OpenAI's or ShareGPT's form, to a turn, whose text may be empty.
 
     Args:
         message: Parsed JSON.
         here: Place of the turn, for the error message.
-        keeps_answers: The turn's own answer is used; otherwise keys that concern only answers are ignored.
+        keeps_answers: Whether the record's own answers are used; if not, keys that concern only answers are ignored.
         unread: Receives the keys that were not read.
 
     Raises:
@@ -65,7 +65,7 @@ def read_turn(message: Any, here: str, keeps_answers: bool = True, unread: dict[
         raise InvalidConversation(here, "malformed turn", what)
     for key in (*MEDIA, "refusal", "function_call"):
         if not is_nothing(message.get(key)):
-            what = f"the turn has `{key}`, and only the text of `content` and `tool_calls` can be read"
+            what = f"the turn has `{key}`, but only the text of `content` and `tool_calls` are supported"
             raise InvalidConversation(here, "turn is not text", what)
     name = message[roles[0]]
     if not isinstance(name, str) or name not in ROLES:
@@ -109,19 +109,19 @@ def read_turn(message: Any, here: str, keeps_answers: bool = True, unread: dict[
 def _weight(message: dict[str, Any], role: Role, here: str) -> int:
     """Return the weight of a turn by any of `LOSS_KEYS`: 0, or 1, which is the default."""
     if not is_nothing(message.get("train_detail")):
-        what = "`train_detail` says which parts of a turn are learned, and turns are learned whole or not at all"
+        what = "`train_detail` selects parts of a turn for training, but a turn is trained on whole or not at all"
         raise InvalidConversation(here, "parts of a turn are learned", what)
     given = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     allowed = (0, 1) if role == "assistant" else (0,)
     is_number = all(isinstance(value, bool | int | float) for value in given.values())
     if not is_number or not all(value in allowed for value in given.values()) or len(set(given.values())) > 1:
-        what = f"{listed(given)} of the {role}'s turn must be {' or '.join(map(str, allowed))}, and all the same"
+        what = f"{listed(given)} of the {role}'s turn must be {' or '.join(map(str, allowed))}, with the same value"
         raise InvalidConversation(here, "malformed weight", what)
     return int(next(iter(given.values()), 1)) if role == "assistant" else 1
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return the text of a string, or of OpenAI's list of text parts.
+    """Return the text of a message's content, which is a string or OpenAI's list of text parts.
 
     Raises:
         InvalidConversation: The content is neither.
@@ -145,7 +145,7 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
-    """Return the text of a content, and the thoughts among its parts."""
+    """Return a message's text, and the text of its parts that are thoughts (types `thinking` and `reasoning`)."""
     if not isinstance(content, list):
         return text_of(content, here), ""
     is_thought = [isinstance(part, dict) and part.get("type") in THOUGHT_PARTS for part in content]
@@ -156,13 +156,13 @@ def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Quote the first names for a sentence; `none` if there are none."""
+    """Format the first 12 names for a message, each in backticks and separated by commas; `none` if there are none."""
     first = [f"`{str(name)[:LONGEST_NAME]}`" for name in islice(names, MOST_NAMES + 1)]
     return ", ".join([*first[:MOST_NAMES], *(["..."] if len(first) > MOST_NAMES else [])]) or "none"
 
 
 def json_kind(value: Any) -> str:
-    """Name the type of a value as JSON does."""
+    """Return the JSON type of a value for a message, such as `a list` or `null`."""
     if value is None:
         return "null"
     names: dict[type, str] = {list: "a list", dict: "an object", str: "a string", bool: "a boolean"}
@@ -170,7 +170,7 @@ def json_kind(value: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a key with this value says no more than a missing key."""
+    """Return whether a value is null, blank text or an empty list or object, so that its key counts as missing."""
     return (
         value is None
         or (isinstance(value, str) and not value.strip())
@@ -179,7 +179,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def read_json_text(text: str, what: str, where: str, reason: str = BAD_CALL) -> Any:
-    """Parse JSON; `what` names the text in the error."""
+    """Parse JSON text. For the error: `what` names the text, `where` its place, `reason` the kind to count it by."""
     try:
         return DECODER.decode(text)
     except (json.JSONDecodeError, RecursionError):
@@ -187,7 +187,7 @@ def read_json_text(text: str, what: str, where: str, reason: str = BAD_CALL) -> 
 
 
 def checked_call(call: Any, here: str) -> dict[str, Any]:
-    """Check a tool call: OpenAI's, or its inner {"name": ..., "arguments": ...}, with an object or JSON text.
+    """Check a tool call, OpenAI's or {"name": ..., "arguments": ...} alone, and return it with arguments as an object.
 
     Raises:
         InvalidConversation: The call has neither form.
@@ -213,11 +213,11 @@ def _clean(value: Any, where: str) -> Any:
     except RecursionError:
         raise InvalidConversation(where, TOO_DEEP, TOO_DEEP) from None
     except TypeError as error:  # a table's date or bytes
-        raise InvalidConversation(where, "not JSON", f"a call or tool holds what JSON does not: {error}") from None
+        raise InvalidConversation(where, "not JSON", f"a tool or call has a value unknown to JSON: {error}") from None
 
 
 def checked_tools(tools: Any, where: str) -> tuple[Tool, ...]:
-    """Return the functions of a record's `tools`, which may be JSON text; each with or without OpenAI's wrapping."""
+    """Check the `tools` of a record, a list of functions or its JSON text, and return them in OpenAI's form."""
     if isinstance(tools, str):
         tools = read_json_text(tools, "`tools`", where) if tools.strip() else None
     found = []

@@ -1,9 +1,9 @@
 """Limits of time, memory and output for chat templates, which are untrusted programs.
 
-transformers' sandbox keeps them from files and the network, but lets them loop for ever, or double a string until
-memory is full. While a template runs, the process's address space is limited, in which `'a' * 3000000000` and
-`'%3000000000d' % 1` fail, and a second thread raises in its thread if it takes too long. That thread cannot run inside
-one operation of C: the few that take more time than memory are limited by their operands (`BoundedEnvironment`).
+transformers' sandbox keeps templates from files and the network, but they may loop for ever, or double a string until
+memory is full. While a template runs, the process's address space is limited, so that `'a' * 3000000000` and
+`'%3000000000d' % 1` fail, and a second thread raises an error in the template's thread if it takes too long. It cannot
+interrupt one operation of C: those that take much time but little memory have limited operands (`BoundedEnvironment`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class EndlessTemplate(UserError):
     def __init__(self) -> None:
         super().__init__(
             f"the target's chat template does not end within {WITHIN_S:g} s, {MOST_GROWTH_BYTES >> 30} GiB of memory "
-            f"and {MOST_CHARACTERS >> 20} million characters: look at it, or set target.chat_template to one you trust"
+            f"and {MOST_CHARACTERS >> 20} million characters: correct it, or set target.chat_template to another one"
         )
 
 
 def bounded(write: Callable[[], Written]) -> Written:
-    """Run a chat template, `write`, with limits of time, memory and length; return its text or tokens.
+    """Call `write`, which renders a chat template, within limits of time, memory and length; return its text or tokens.
 
-    Within another call the limits of that one hold: one thread watches all renderings of a conversation.
+    A call inside another one shares the outer limits, so that one thread watches all renderings of a conversation.
 
     Raises:
         EndlessTemplate: The template exceeds a limit of time, memory or length.
@@ -90,7 +90,7 @@ def _of_bounded_length(written: Written) -> Written:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Sandbox of transformers' templates, in which no arithmetic takes long: numbers have `MOST_BITS` at most."""
+    """Jinja sandbox for chat templates in which no arithmetic takes long: numbers have at most `MOST_BITS` bits."""
 
     intercepted_binops = frozenset(["**", "*", "//", "%"])
 
@@ -99,10 +99,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"round": _bounded_round, "sum": _bounded_sum}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right`.
+        """Compute `left operator right` for a template.
 
         Raises:
-            EndlessTemplate: An operand or the result is a number of too many bits.
+            EndlessTemplate: An operand or the result has more than `MOST_BITS` bits.
         """
         if isinstance(left, int) and isinstance(right, int):
             result_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()

@@ -18,12 +18,12 @@ SPACE = re.compile(r"(?<=\S)\s")
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools: Tools = ()) -> list[int]:
-    """Return the ids of the prompt for the next assistant turn. No BOS is added beyond the template's own."""
+    """Render the prompt for the next assistant turn and return its token ids. Only the template may add a BOS."""
     return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True, tools=tools))
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise rendered text, in which the template has written the BOS, if there is one.
+    """Tokenise text that a chat template rendered. No BOS is added, as the template writes it if the model needs one.
 
     Raises:
         UserError: The text contains half a surrogate pair, as from a command line that is not UTF-8.
@@ -32,7 +32,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def batch_token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Tokenise rendered texts in one call; raises as `token_ids`."""
+    """Tokenise several rendered texts in one call, as `token_ids` does, with the same errors."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         if backend is None or not texts:
@@ -49,25 +49,25 @@ def batch_token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def text_token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a text that no chat template wrote, as engines do: with the BOS of the tokenizer, but never two."""
+    """Tokenise plain text, without a chat template, as engines do: with the tokenizer's BOS, but never with two."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return list(tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"])
 
 
 @lru_cache(maxsize=8)
 def longest_token_characters(tokenizer: Any) -> int:
-    """Return the length of the longest token, in characters."""
+    """Return the length of the vocabulary's longest token, in characters."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[int]]) -> list[list[int]]:
-    """Tokenise texts of which most continue the one before them, each as if it were alone, but reading no text twice.
+    """Tokenise each text as if it were alone; if a text begins with the one before it, read only the added part.
 
-    Where a text continues the one before, only what it adds is tokenised, if no token extends across the border: then
-    the few characters around the border have the same tokens together as apart.
+    That is done only if no token extends across the border: if the few characters around the border have the same
+    tokens together as apart.
 
     Args:
-        known: Ids of texts that are not tokenised again.
+        known: Token ids of texts that need not be tokenised again.
     """
     added = [text[len(before) :] if text.startswith(before) else text for before, text in pairwise(["", *texts])]
     added = ["" if text in known else more for text, more in zip(texts, added, strict=True)]
@@ -97,16 +97,16 @@ def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[
 def limited_token_ids(
     tokenizer: Any, texts: list[str], most_tokens: int, known: dict[str, list[int]]
 ) -> list[list[int]]:
-    """Tokenise texts of which most continue the one before them, each as far as a row needs it.
+    """Tokenise texts as `continued_token_ids` does, but each only until it has more than `most_tokens` tokens.
 
-    The texts that continue each other are read piece by piece, all in one call, until they have enough tokens.
+    Texts that continue each other are read piece by piece, the next pieces of all texts in one call.
 
     Args:
-        most_tokens: Length of a row.
-        known: Ids of texts that are not read again; receives those that are.
+        most_tokens: Length of a training row.
+        known: Token ids of texts that are not read again; receives the ids of the texts that are read.
 
     Returns:
-        The ids of each text. Where it has more than `most_tokens`, they may be those of a beginning that has more, too.
+        The token ids of each text. Where there are more than `most_tokens`, later ids may be missing.
     """
     runs: list[list[str]] = []  # in each, a text continues the one before
     run_of, step = [], max(1, most_tokens // 2)
@@ -132,13 +132,13 @@ def limited_token_ids(
 
 
 def beginning(text: str, length: int) -> str:
-    """Return the first characters of a text up to a space, where they have the same tokens as within the whole text."""
+    """Return the first `length` characters of a text, up to the next space, where a cut does not change the tokens."""
     space = SPACE.search(text, length, length + LOOK_AHEAD_CHARACTERS)
     return text[: space.start() if space else length + LOOK_AHEAD_CHARACTERS]
 
 
 def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> list[int]:
-    """Return all tokens that end an answer: the eos tokens of model and tokenizer, and the template's end token.
+    """Return the ids of all tokens that end an answer: eos tokens of model and tokenizer, and the template's end token.
 
     Raises:
         UserError: No token ends an answer, or the chat template cannot be used.
@@ -155,7 +155,7 @@ def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> lis
 
 
 def template_end_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens with which the template ends a last answer and an earlier one; none if it writes none.
+    """Return the ids of the end tokens that the template writes after a last answer and after an earlier one, if any.
 
     They need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at the
     first one too. Some templates (Harmony) end an earlier answer differently.

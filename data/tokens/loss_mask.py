@@ -1,4 +1,4 @@
-"""A row of token ids with its loss mask, and what takes tokens out of the loss: copies and thoughts."""
+"""A row of token ids with its loss mask, and the removal of repeated tokens and of thoughts from the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """A tokenised conversation, or the part of one that makes a row.
+    """Token ids of a training row, a tokenised conversation or a part of one, with its loss mask.
 
     loss_mask: 1 at tokens of assistant turns that are learned, their end tokens included, otherwise 0.
     """
@@ -23,20 +23,20 @@ class TokenizedConversation:
     loss_mask: list[int]
 
     def answers(self) -> list[list[int]]:
-        """Return the ids of each assistant turn: the runs of ones."""
+        """Return the token ids of each assistant turn that carries loss, which is a run of ones in the mask."""
         return [self.input_ids[start:end] for start, end in runs_of_ones(self.loss_mask)]
 
     def without_copies(self) -> "TokenizedConversation":
-        """Return the conversation without loss on tokens that an answer copies from itself, see `copies_in`."""
+        """Return the row without loss on tokens that repeat earlier tokens of the same answer, see `copies_in`."""
         mask = list(self.loss_mask)
         for start, end in runs_of_ones(self.loss_mask):
             mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
         return replace(self, loss_mask=mask)
 
     def with_copies(self) -> "TokenizedConversation":
-        """Undo `without_copies`: put loss back on copies between two parts of an answer.
+        """Undo `without_copies`: restore the loss on repeated tokens between two parts of an answer.
 
-        A copy at the end of an answer cannot be recognised and stays without loss.
+        Repeated tokens at the end of an answer cannot be recognised and stay without loss.
         """
         mask = list(self.loss_mask)
         places = [place for place, carries_loss in enumerate(mask) if carries_loss]
@@ -51,11 +51,11 @@ class TokenizedConversation:
         return replace(self, loss_mask=mask)
 
     def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
-        """Return the same tokens without loss on thoughts, and on the tokens around them.
+        """Return the row without loss on thoughts, and on the tokens that start and end them.
 
         Args:
-            opening: The id of the token with which thoughts begin, in an answer or at the end of its prompt.
-            closing: The one with which they end. Thoughts that were cut short reach to the end of their answer.
+            opening: Id of the token that starts thoughts, in an answer or at the end of its prompt.
+            closing: Id of the token that ends thoughts. Without it they reach to the end of their answer.
         """
         mask = list(self.loss_mask)
         for start, end in runs_of_ones(self.loss_mask):
@@ -70,7 +70,7 @@ class TokenizedConversation:
 
 
 def runs_of_ones(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the begin and end of each run of ones."""
+    """Return the (start, end) of each run of ones in a mask; `end` is exclusive."""
     runs, end = [], 0
     for is_one, run in groupby(mask):
         start, end = end, end + len(list(run))
@@ -79,9 +79,9 @@ def runs_of_ones(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def copies_in(answer: list[int]) -> list[bool]:
-    """Return for each token whether it is in a copy: a run of `COPIED_TOKENS` that also occurs earlier in the answer.
+    """Return for each token whether it is in a copy: a run of `COPIED_TOKENS` tokens that the answer had before.
 
-    Both runs may overlap, so that of a short loop only the first pass is no copy. The first tokens never are a copy.
+    The two runs may overlap: in a short loop all but the first pass is a copy.
     """
     copied = [False] * len(answer)
     seen: set[tuple[int, ...]] = set()
@@ -94,7 +94,7 @@ def copies_in(answer: list[int]) -> list[bool]:
 
 
 def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
-    """Return the ids of the tokens that begin and end thoughts; None if thoughts are learned.
+    """Return the ids of the tokens that start and end thoughts; None if thoughts are learned (`data.reasoning`).
 
     Raises:
         UserError: One of `data.reasoning_tokens` is not in the target's vocabulary.

@@ -5,9 +5,9 @@ ends and another begins with the whole prompt. So every answer carries loss once
 target reads, whatever the template does with the history: one that removes earlier thoughts (Qwen3) or moves the system
 turn (Mistral) opens more rows.
 
-Distilled answers have the ids that the target read and generated, and nothing is rendered. Where a record has no ids of
-a prompt it is rendered, as it was for the target. The text of an answer without ids, which a file gives, is what the
-template writes after the answer's prompt: in the next prompt if all of it is there, else where it is the last turn.
+Distilled answers have the ids that the target read and generated, and nothing is rendered. A prompt without ids is
+rendered, as it was for the target. The text of an answer without ids, from a file, is what the template writes after
+the answer's prompt: in the next prompt if that has all of it, otherwise in the conversation up to the answer.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ TooLong = Literal["cut", "drop"]
 
 
 class Exchange(NamedTuple):
-    """A prompt and its answer as token ids. weight: 0 for an answer that carries no loss."""
+    """A prompt and its answer as token ids. weight: 0 for an answer that carries no loss, else 1."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -47,11 +47,11 @@ class Exchange(NamedTuple):
 def rows_by_prefix(
     exchanges: Iterable[Exchange], max_length_tokens: int, too_long: TooLong = "cut"
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Return the rows of a conversation, and how many answers are not whole in them, by the names of `TokenReport`.
+    """Build the training rows of a conversation; also count its cut and left-out answers, by names of `TokenReport`.
 
     Args:
-        exchanges: In the conversation's order.
-        max_length_tokens: Of a row.
+        exchanges: Prompts and answers in the conversation's order.
+        max_length_tokens: Longest row.
         too_long: `cut`: an answer that reaches beyond a row's end is learned up to there; `drop`: it is left out.
     """
     rows: list[TokenizedConversation] = []
@@ -83,7 +83,7 @@ def rows_by_prefix(
 def tokenize_rows(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, too_long: TooLong = "cut"
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Return the rows of one conversation, none if it does not fit, and what was lost, by the names of `TokenReport`.
+    """Tokenise a conversation to training rows, none if it does not fit, and count lost answers by `TokenReport` names.
 
     Raises:
         UserError: The tokenizer has no chat template, or the conversation's ids do not belong to its answers.
@@ -98,7 +98,7 @@ def tokenize_rows(
 def tokenize_batch(
     tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, too_long: TooLong = "cut"
 ) -> Iterator[tuple[list[TokenizedConversation], Counter[str]] | TemplateProblem]:
-    """Tokenise conversations together; yield what `tokenize_rows` returns for each, or the problem that it raises."""
+    """Tokenise conversations together; yield for each the result of `tokenize_rows`, or the problem that it raises."""
     done: dict[int, tuple[list[Exchange], _Written]] = {}
     known: dict[str, list[int]] = {}
     waiting, reach = list(range(len(conversations))), CHARACTERS_PER_TOKEN * max_length_tokens
@@ -213,7 +213,7 @@ def _render_answers(tokenizer: Any, conversation: Conversation, reach_characters
 
 
 def known_ids(conversation: Conversation) -> dict[int, tuple[list[int] | None, list[int] | None]]:
-    """Return the known ids of each answer's prompt and of the answer, by the place of its turn.
+    """Return (prompt ids, answer ids) of each answer, None where unknown, by the index of the answer's turn.
 
     Raises:
         UserError: There is not one list of ids for each answer.
@@ -223,7 +223,7 @@ def known_ids(conversation: Conversation) -> dict[int, tuple[list[int] | None, l
     prompt_ids = conversation.prompt_ids or (None,) * len(places)
     if not len(places) == len(answer_ids) == len(prompt_ids) or [] in answer_ids:
         raise UserError(
-            f"conversation {conversation.id} has {len(places)} assistant turns, and its answer_ids are "
+            f"conversation {conversation.id} has {len(places)} assistant turns, but the number of its answer_ids is "
             f"{len(answer_ids)}, {answer_ids.count([])} of them empty: distil it again"
         )
     return dict(zip(places, zip(prompt_ids, answer_ids, strict=True), strict=True))

@@ -1,7 +1,7 @@
 """Rendering by the target's chat template: the one way to a prompt, for distilling, training, serving and measuring.
 
-What a template does is found by probes, once for each template: how it writes an answer, where it looks for thoughts,
-how it writes tool calls, and whether it leaves out what it was given. Thoughts in a separate field of a turn are passed
+What a template does is found by rendering probes, once for each template: how it writes an answer, where it reads
+thoughts, how it writes tool calls, and which turns it leaves out. Thoughts in a separate field of a turn are passed
 under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
@@ -23,7 +23,7 @@ THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that te
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
 LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
-    "user": ("the text of user turns (it reads a list of parts, or the last turn alone)", "set target.chat_template"),
+    "user": ("the text of user turns (it reads a list of parts, or only the last turn)", "set target.chat_template"),
     "system": ("system turns", f"write them into the first user turn, set target.chat_template, {SKIP_SUCH}"),
     "assistant": ("earlier answers", "set target.chat_template"),
     "later system": ("system turns after the first turn", "write them into a user turn, or set target.chat_template"),
@@ -32,20 +32,20 @@ Tools = tuple[Tool, ...]
 
 
 class TemplateProblem(UserError):
-    """The chat template cannot be followed through this conversation; others may pass."""
+    """Error of the chat template with one conversation, such as an answer that it leaves out; others may be fine."""
 
 
 class TemplateRefusal(TemplateProblem):
-    """The chat template raised, as many do on a system turn, or leaves out a part of the conversation."""
+    """Error of a chat template that raises, as many do on a system turn, or leaves out a part of a conversation."""
 
 
 def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
-    """Render a conversation by the chat template.
+    """Render a conversation to text by the tokenizer's chat template.
 
     Raises:
         UserError: There is no template, or none for this conversation.
         TemplateRefusal: The template raises, or leaves out user turns, system turns, tools or their results.
-        EndlessTemplate: The template does not end.
+        EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     template = chosen_template(tokenizer, tools)
     if (tools or any(turn.role == "tool" for turn in turns)) and _find_call_form(tokenizer, template) is None:
@@ -73,7 +73,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
 
 def chosen_template(tokenizer: Any, tools: Tools = ()) -> str:
-    """Return the text of the tokenizer's chat template; of several named ones, that for conversations with `tools`.
+    """Return the text of the tokenizer's chat template; of several named ones, the one for conversations with `tools`.
 
     Raises:
         UserError: The tokenizer has no template, or several and none of them is the default.
@@ -163,12 +163,12 @@ def _probe(
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a template writes an answer.
+    """Texts that a chat template writes around an answer.
 
-    opening: the end of its generation prompt that it writes in no conversation, as R1's `<think>`.
-    lead: what it writes between the prompt and the answer's content, as the space of Llama 2.
+    opening: end of the generation prompt that is in no finished conversation, as R1's `<think>`.
+    lead: text between the prompt and the answer's content, as the space of Llama 2.
     unlearned: the part of `lead` before `{% generation %}`, which the target does not generate.
-    ending: what it writes after the content, up to the end token; empty without an end token. tail: what follows.
+    ending: text after the content, up to the end token; empty without an end token. tail: the text after `ending`.
     in_history: lead and ending of an answer that other turns follow.
     """
 
@@ -181,7 +181,7 @@ class AnswerForm:
 
 
 def answer_form(tokenizer: Any, tools: Tools = ()) -> AnswerForm:
-    """Return how the template for conversations with these tools writes an answer.
+    """Return the texts that the chat template, for conversations with these tools, writes around an answer.
 
     Raises:
         UserError: There is no template.
@@ -231,10 +231,10 @@ def _split_after_end_token(tokenizer: Any, text: str, is_last: bool = False) -> 
 
 
 def answer_in_history(form: AnswerForm, text: str, turn: Turn) -> str:
-    """Return an answer as the text after its prompt begins with it; empty if it does not, or has calls or thoughts.
+    """Return an answer as the template writes it at the start of `text`; empty if not found, or with calls or thoughts.
 
     Args:
-        text: What the template writes after the answer's prompt, later turns included.
+        text: The rendered text after the answer's prompt, later turns included.
     """
     if turn.tool_calls or turn.reasoning_content:
         return ""
@@ -245,7 +245,7 @@ def answer_in_history(form: AnswerForm, text: str, turn: Turn) -> str:
 
 
 def last_answer(tokenizer: Any, turns: tuple[Turn, ...], tools: Tools = (), prompt: str | None = None) -> str:
-    """Return the last turn, an answer, as the template writes it after its prompt, with its end token.
+    """Return the text that the template writes for the last turn, an answer, after its prompt, with its end token.
 
     A template may write the history, or the prompt itself, differently once the answer is there (Mistral's system turn
     moves): then the answer is rendered after another question.
@@ -285,7 +285,7 @@ def last_answer(tokenizer: Any, turns: tuple[Turn, ...], tools: Tools = (), prom
 
 
 def thoughts_field(tokenizer: Any, template: str) -> str:
-    """Return the field of a message in which a template looks for thoughts.
+    """Return the name of the message's field from which a template reads thoughts, such as `reasoning_content`.
 
     Raises:
         TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
@@ -318,20 +318,20 @@ def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
 
 
 def missing_header_sentence(tokenizer: Any) -> str:
-    """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
+    """Return a warning if the template's generation prompt lacks the header of an answer, else an empty text."""
     without_prompt = render(tokenizer, PROBE[:1])
     header = answer_form(tokenizer).lead.strip()
     if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
         return ""
     return (
-        f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "
-        "the header carries loss and prompts end without it: set target.chat_template to one that writes it "
-        "where add_generation_prompt is true"
+        f"the chat template writes no header of an answer ({header.splitlines()[0]}) in generation prompts, so "
+        "that the header carries loss and prompts end without it: set target.chat_template to one that writes it where "
+        "add_generation_prompt is true"
     )
 
 
 def template_calls(tokenizer: Any, tools: Tools = ()) -> CallForm | None:
-    """Return the template's form of tool calls; None if it does not write tools, calls and results."""
+    """Return how the template writes tool calls; None if it does not write tools, calls and results."""
     return _find_call_form(tokenizer, chosen_template(tokenizer, tools))
 
 
@@ -345,11 +345,11 @@ def _find_call_form(tokenizer: Any, template: str) -> CallForm | None:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return all special tokens with their ids, by their texts."""
+    """Return the ids of all special tokens of a tokenizer, by their texts."""
     added = {token.content: key for key, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of all special tokens."""
+    """Return the ids of all special tokens of a tokenizer."""
     return frozenset(special_tokens(tokenizer).values())

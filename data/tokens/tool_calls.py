@@ -1,4 +1,4 @@
-"""The form of tool calls in a chat template, to read a target's answer as its own template would write it.
+"""The form of tool calls in a chat template, to read the calls in a target's answer as its own template writes them.
 
 It is found by rendering a call, as `templates` finds answers: the text before the function's name, and between name
 and arguments. For a template whose arguments are not JSON (Qwen3-Coder's) only the names are known, and an answer keeps
@@ -31,7 +31,7 @@ Render = Callable[[Conversation, bool], str]  # raises what the template raises
 
 @dataclass(frozen=True)
 class CallForm:
-    """A template's form of tool calls: the text before a function's name, and between the name and its arguments."""
+    """A template's form of tool calls: patterns of the texts before a function's name, and between it and arguments."""
 
     before: re.Pattern[str]
     between: re.Pattern[str] | None
@@ -41,11 +41,11 @@ class CallForm:
         return [found["name"] for found in self.before.finditer(text)]
 
     def turn(self, text: str, call_ids: list[str]) -> Turn:
-        """Return an answer as a turn: with its calls, or as text if it has none or they cannot be read.
+        """Convert an answer to a turn: with its calls, or as text if it has none or they cannot be read.
 
         Args:
             text: Text of the answer, special tokens included, without its end token.
-            call_ids: Ids of the answer's calls, as far as the results that follow name them.
+            call_ids: Ids for the first calls, from the results that follow; further calls get made-up ids.
         """
         calls: list[dict[str, Any]] = []
         end, start = 0, None
@@ -67,7 +67,7 @@ class CallForm:
 
 
 def call_form(render: Render) -> CallForm | None:
-    """Find how a template writes calls; None if it does not write tools, calls and results at all."""
+    """Find how a chat template writes tool calls, by rendering some; None if it does not write calls and results."""
     tools = ({"type": "function", "function": FUNCTION},)
     calls = [tool_call(name, {ARGUMENT: VALUE}, CALL_ID.format(n)) for n, name in enumerate((NAME, SECOND), start=1)]
 
@@ -107,7 +107,7 @@ def call_form(render: Render) -> CallForm | None:
 
 
 def common_end(left: str, right: str) -> str:
-    """Return the longest text with which both end."""
+    """Return the longest common suffix of two texts."""
     return left[len(left) - common_length(left[::-1], right[::-1]) :]
 
 

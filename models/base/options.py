@@ -58,7 +58,7 @@ SlidingWindow = Annotated[
     PositiveInt | None,
     Field(
         description="number of tokens that a row attends to, up to and including its own position, as in transformers, "
-        "and more than the rows of a draft; null: all (published for DFlash2: 2,048)"
+        "and more than the positions of a draft; null: all (published for DFlash2: 2,048)"
     ),
 ]
 DepthWeights = Annotated[

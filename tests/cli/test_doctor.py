@@ -175,7 +175,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     ),
     "another tokenizer": (
         {"vocab_size": 60}, [],
-        "source/vocabulary", r"tokens \(ids .*\) are outside the target's vocabulary of 60: take the tokenizer",
+        "source/vocabulary", r"tokens \(ids .*\) are outside the target's vocabulary of 60: use the tokenizer",
     ),
     "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
     "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
@@ -208,7 +208,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     ),
     "no generation prompt": (
         "warning", {"template": templates.CHATML.split("{% if add_generation_prompt")[0]}, [],
-        "chat/generation prompt", r"header of an answer \(<\|im_start\|>assistant\) in no generation prompt",
+        "chat/generation prompt", r"no header of an answer \(<\|im_start\|>assistant\) in generation prompt",
     ),
     "keys that are not read": (
         "ok", {"source": [each | {"model": "m"} for each in TALK]}, [],

@@ -62,7 +62,7 @@ def test_full_disk_is_reported_through_every_library(
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (OSError(28, "No space left on device", "a"), "no space left on device: a: make room or put that right"),
+        (OSError(28, "No space left on device", "a"), "no space left on device: a: free some space"),
         (PermissionError(13, "Permission denied", "a"), "permission denied: a: "),
         (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "no space left on"),
         (
@@ -106,7 +106,7 @@ def test_runs_dir_that_is_a_file_is_reported_before_the_work(
     in_the_way.write_text("no folder")
     result = RUNNER.invoke(cli.app, [command, "quickstart", f"runs_dir={in_the_way / 'below'}"])
     assert result.exit_code == 2, result.exception
-    assert result.stderr.startswith(f"error: not a directory: {in_the_way}: make room or put that right")
+    assert result.stderr.startswith(f"error: not a directory: {in_the_way}: free some space or correct the cause")
     assert result.stderr.count("\n") == 1
 
 

@@ -155,7 +155,7 @@ def test_what_was_distilled_decides(tmp_path: Path) -> None:
     write_settings(RunFolder(recipe).data / "distill_settings.json", settings | {TEMPLATE_DATE: "2026-03-01"})
     decided, sentence = as_distilled(recipe)
     assert (decided.data.distill.temperature, decided.data.distill.cut_answers) == (0.0, "drop")
-    assert sentence.endswith("were distilled with data.distill.temperature = 0.0, unlike this recipe")
+    assert sentence.endswith("with data.distill.temperature = 0.0, which replaces this recipe's settings")
     assert as_distilled(decided) == (decided, "")
     assert with_recorded_date(recipe).target.template_date == "2026-03-01"
     named = recipe.model_copy(update={"target": recipe.target.model_copy(update={"template_date": "2026-05-05"})})

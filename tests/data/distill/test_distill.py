@@ -192,7 +192,7 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     report = run(make_recipe(source), tmp_path / "out", engine)
     assert (report.already_done, report.failed_before, report.failed) == (5, {"HTTP 400: no": 2}, {})
     assert report.sentence().startswith(
-        "5 were there already\nleft out before: 2 (HTTP 400: no); `draftsmith distill --"
+        "5 were distilled before\nleft out before: 2 (HTTP 400: no); `draftsmith distill --"
     )
     assert engine.calls == []
     report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
@@ -261,7 +261,7 @@ def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Pat
     (tmp_path / "run" / "drafter").mkdir()
     (tmp_path / "run" / "drafter" / "settings.json").touch()
     engine.calls.clear()
-    with pytest.raises(UserError, match="holds a training that was started"):
+    with pytest.raises(UserError, match="holds an unfinished training"):
         run(all_of_them, tmp_path / "run" / "data", engine)
     assert engine.calls == []
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3
@@ -412,7 +412,7 @@ def test_token_ids_beyond_the_embedding(tmp_path: Path) -> None:
     size = tokenizer.convert_tokens_to_ids(OUTSIDE)
     engine, limits = HashEngine(tokenizer), TargetLimits(size)
     recipe, out = make_recipe(tmp_path / "a.jsonl"), tmp_path / "out"
-    sentence = rf"holds <\|tool\|> \(id {size}\), and the target's embedding has {size} rows: take the tokenizer"
+    sentence = rf"holds <\|tool\|> \(id {size}\), and the target's embedding has {size} rows: use the tokenizer"
     with pytest.raises(UserError, match=sentence):
         run(recipe, out, engine, limits=limits)
     assert engine.calls == []

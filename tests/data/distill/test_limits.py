@@ -45,7 +45,7 @@ def test_rows_beyond_the_limits_of_the_target_are_reported() -> None:
     ):
         check_tokens(rows, TargetLimits(9, 4), folder)
     with pytest.raises(
-        UserError, match=r"has a row of 4 tokens, and the target has 3 positions: set data.max_length_tok"
+        UserError, match=r"has a row of 4 tokens, but the target has 3 positions: set data.max_length_tok"
     ):
         check_tokens(rows, TargetLimits(10, 3), folder)
     negative = datasets.Dataset.from_dict({"input_ids": [[3, -1]]})

@@ -87,7 +87,7 @@ def test_rows_of_a_started_training_are_not_replaced(tmp_path: Path) -> None:
     write_distilled(data, [["Hello"], ["Bye"]])
     for folder in (data, tmp_path / "other" / "data"):
         with pytest.raises(
-            UserError, match=r"started on the rows of .*, is not finished.*: finish it with `draftsmith train`"
+            UserError, match=r"an unfinished training on the token dataset of .*: finish it with `draftsmith train`"
         ):
             build(folder)
     assert len(load(data)) == 1
@@ -108,7 +108,7 @@ def test_too_long_conversations_are_cut_or_dropped(tmp_path: Path) -> None:
     ((row,), _) = tokenize_rows(tiny_tokenizer(templates.CHATML), last, 1000)
     report = build(tmp_path, max_length_tokens=len(row.input_ids))
     assert (report.rows, report.answers_cut, report.answers_out, report.too_long) == (3, 1, 1, 0)
-    assert "; of 3 conversations 1 answers cut at data.max_length_tokens, 1 answers beyond it" in report.sentence()
+    assert "; of 3 conversations 1 answers cut at data.max_length_tokens, 1 answers beyond data" in report.sentence()
     first, second, third = load(tmp_path)["input_ids"]
     assert first[: len(second)] != second == third
     assert len(first) == len(second)
@@ -201,8 +201,8 @@ def test_answers_that_the_template_refuses_are_counted(tmp_path: Path) -> None:
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
     report, _ = write_rows(tmp_path, [Conversation("x", tuple(turns))], tokenizer=tokenizer, max_length_tokens=200)
     assert (report.rows, report.extra_rows, report.answers_refused) == (3, 2, 1)
-    assert "(2 of them as later prompts rewrite the earlier turns)" in report.sentence()
-    assert "; of 1 conversations 1 answers refused" in report.sentence()
+    assert "(2 of them because later prompts change earlier turns)" in report.sentence()
+    assert "; of 1 conversations 1 answers refused by the" in report.sentence()
 
 
 def test_thoughts_carry_no_loss_if_masked(tmp_path: Path) -> None:

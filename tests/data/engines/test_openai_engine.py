@@ -65,7 +65,7 @@ def test_server_that_refuses_unknown_fields(start_server: StartServer, start_eng
     server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
     with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
         start_engine(server)
-    with pytest.raises(UserError, match="OpenAI's API has no top_k"):
+    with pytest.raises(UserError, match="top_k is set, which OpenAI's API does not have"):
         start_engine(server, extensions=False, distill={"top_k": 5})
     asked = requests(2)
     assert run(start_engine(server, extensions=False), asked) == {

@@ -144,7 +144,7 @@ def test_file_that_ends_inside_a_record_says_so_after_the_whole_ones(tmp_path: P
     *before, (_, torn) = read_records(file)
     assert [record for _, record in before] == [ONE, TWO][:whole]
     assert isinstance(torn, InvalidConversation)
-    assert f"the file ends inside this record, after {whole} whole ones: fetch it again" in str(torn)
+    assert f"the file ends inside this record, after {whole} complete records: download it again" in str(torn)
 
 
 def test_invalid_lines_are_reported_in_their_place(tmp_path: Path) -> None:

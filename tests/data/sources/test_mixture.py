@@ -100,7 +100,7 @@ def test_mixture_of_two_sources(tmp_path: Path) -> None:
     [
         ({"revision": "abc"}, "`revision` belongs to the entries of `mixture`: move it there"),
         ({"source": "b.jsonl"}, "`source` belongs to the entries of `mixture`: move it there"),
-        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: give one"),
+        ({"mixture": [{"source": "x/a.jsonl"}, {"source": "y/a.json.gz"}]}, "two sources with the name a: set another"),
         ({"mixture": [{"source": "a", "weight": 0}]}, "Input should be greater than 0"),
         ({"split": "heldout"}, "`split: heldout` needs a `heldout_frac` above 0"),
     ],
@@ -174,7 +174,7 @@ def test_prompts_without_answers_need_self_distillation(tmp_path: Path, prompt: 
     assert questions(file, counts, engine="none") == ["c"]
     assert counts.total.invalid == {"no answer": 1}
     file.write_text(json.dumps({"turns": ["a", "b"], "answer": ["", "c"]}))
-    with pytest.raises(UserError, match=r"prompts\.jsonl line 1: a question has no answer, and with .*engine: none"):
+    with pytest.raises(UserError, match=r"prompts\.jsonl line 1: a question has no answer, and .*engine: none"):
         questions(file, engine="none")
 
 
@@ -191,7 +191,7 @@ def test_sharegpt_file_is_read_to_its_end_without_a_stop(tmp_path: Path) -> None
     assert (counts.total.repaired, counts.total.invalid) == (repaired, {"no question": 2})
     assert "repaired: 2 (1 leading assistant turns dropped, 1 ended before" in counts.total.sentence()
     file.write_text(json.dumps(records, indent=1)[:-30])
-    with pytest.raises(UserError, match="record 5: the file ends inside this record, after 4 whole ones: fetch it ag"):
+    with pytest.raises(UserError, match="record 5: the file ends inside this record, after 4 complete records: "):
         questions(file)
     assert questions(file, skip_invalid=True) == ["a", "c"]
 

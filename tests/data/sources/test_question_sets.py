@@ -53,7 +53,7 @@ def test_a_failed_fetch_is_reported(
     def refuse(address: str, timeout: float) -> Any:
         raise urllib.error.URLError("Name or service not known")
 
-    way_out = f": fetch it elsewhere and name it as eval.questions, or put it at {tmp_path}/{name}/question.jsonl"
+    way_out = f": download it elsewhere and set eval.questions to it, or put it at {tmp_path}/{name}/question"
     monkeypatch.setitem(GITHUB, name, (GITHUB[name][0], "0" * 64))
     with pytest.raises(UserError, match=f"is not the pinned one of `{name}` .*{way_out}"):
         load_questions(name)

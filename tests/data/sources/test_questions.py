@@ -146,11 +146,11 @@ FILL_IN = "in place of its text: fill it in with `python3 prepare_data.py --data
         # No rows.
         (b"", "holds no question"),
         (b"[]", "holds no question"),
-        (b"{", "line 1 is not JSON"),
+        (b"{", "line 1: not JSON"),
         (b"[1]", "record 1 is not a JSON object"),
         (b'{"question_id": %s, "category": "a", "turns": ["a"]}' % (b"9" * 5000), "text of one line, not inf"),
-        (b"[" * 100_000, "line 1 is nested too deeply"),
-        (b"\xe4", "line 1 is not UTF-8 text (byte 0xe4 at position 1)"),
+        (b"[" * 100_000, "line 1: nested too deeply"),
+        (b"\xe4", "line 1: not UTF-8 text (byte 0xe4 at position 1)"),
     ],
 )
 def test_bad_questions(tmp_path: Path, content: list[dict[str, Any]] | bytes, message: str) -> None:

@@ -173,7 +173,7 @@ def test_tool_results_follow_their_calls() -> None:
     unnamed = record_with_calls("a2", "a1")
     del unnamed["messages"][2]["tool_call_id"]
     assert [turn.content for turn in parse(unnamed).turns[2:4]] == ["A2", "A1"]
-    with pytest.raises(InvalidConversation, match='turn 4: the result\'s tool_call_id "b" is none of the calls before'):
+    with pytest.raises(InvalidConversation, match='turn 4: the result\'s tool_call_id "b" matches no call before'):
         parse(record_with_calls("a1", "b"))
 
 
@@ -230,11 +230,11 @@ INVALID = [
     ({"system": "x", "messages": [{"role": "system", "content": "y"}, ASKED]}, "two system prompts", "remove"),
     ({"system": "x", "system_prompt": "y", "prompt": "q"}, "several system columns", "columns.system"),
     (sharegpt(("human", "a"), ("alien", "b")), "unknown role", 'turn 2: unknown role "alien", known ones are human,'),
-    (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must come after"),
+    (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must follow"),
     (
         sharegpt(("human", "a"), ("gpt", "b"), ("tool", "c"), ("human", "d")),
         "a tool's exchange without an answer",
-        "turn 4: after a call its",
+        "turn 4: a tool call must",
     ),
     (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "turn 1: a part of the turn must be text, not"),
     (sharegpt(("human", "a"), ("function_call", "f()")), BAD_CALL, "the function_call must be JSON"),
@@ -243,15 +243,15 @@ INVALID = [
     (one_turn(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]), BAD_CALL, "not a number"),
     ({"prompt": "a", "tools": {"name": "f"}}, "malformed tools", "`tools` must be a list of functions"),
     # Keys that cannot be followed.
-    ({"messages": [ASKED, ANSWERED], "images": ["cat.png"]}, "comes with media", "`images` belongs to the turns"),
+    ({"messages": [ASKED, ANSWERED], "images": ["cat.png"]}, "comes with media", "`images` holds media"),
     (messages(image="x.png"), NOT_TEXT, "turn 2: the turn has `image`"),
-    ({"prompt": "q", "documents": [{}]}, "comes with documents", "write them into a turn"),
+    ({"prompt": "q", "documents": [{}]}, "comes with documents", "write their text into a turn"),
     ({"prompt": "q", "chat_template_kwargs": {"a": 1}}, "sets variables of the template", "set target."),
     ({"instruction": "q", "output": "a", "kto_tag": False}, "answer marked as bad", "`kto_tag` is false"),
     (messages(weight=0.5), "malformed weight", "turn 2: `weight` of the assistant's turn must be 0 or 1"),
     (messages(train="no"), "malformed weight", "`train` of the assistant's turn must be 0 or 1"),
     (messages(train=True, weight=0), "malformed weight", "`weight`, `train` of the assistant's turn must be"),
-    (messages(train_detail=[{"begin_offset": 0}]), "parts of a turn are learned", "`train_detail` says which"),
+    (messages(train_detail=[{"begin_offset": 0}]), "parts of a turn are learned", "`train_detail` selects"),
     (
         {"messages": [ASKED | {"train": True}, ANSWERED]},
         "malformed weight",

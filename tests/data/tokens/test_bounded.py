@@ -31,7 +31,7 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: 
     began = time.monotonic()
     for attempt in (prompt_token_ids, lambda tokenizer, _: template_calls(tokenizer)):
         with pytest.raises(
-            EndlessTemplate, match=r"does not end within 0.2 s, .*: look at it, or set target.chat_templ"
+            EndlessTemplate, match=r"does not end within 0.2 s, .*: correct it, or set target.chat_templ"
         ):
             attempt(tiny_tokenizer(template), HELLO)
     assert time.monotonic() - began < 30

@@ -212,7 +212,7 @@ def test_recorded_ids_make_the_rows_without_the_template() -> None:
 
 
 def test_ids_of_another_conversation_are_refused() -> None:
-    for ids, message in (([[5]], "3 assistant turns, and its answer_ids are 1, 0"), ([[5], [], [5]], "3, 1 of them")):
+    for ids, message in (([[5]], "but the number of its answer_ids is 1, 0"), ([[5], [], [5]], "3, 1 of them")):
         with pytest.raises(UserError, match=message):
             tokenize_rows(TOKENIZERS["ChatML"], replace(exchanges(3), answer_ids=tuple(ids)), 100)
 

@@ -22,7 +22,7 @@ TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 def test_answer_header_missing_from_the_generation_prompt() -> None:
     without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
-    assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
+    assert "an answer (<|assistant|>) in generation prompts" in missing_header_sentence(tiny_tokenizer(without))
     for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
         assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
 

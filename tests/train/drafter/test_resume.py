@@ -100,7 +100,7 @@ def test_ctrl_c_in_any_step(
     assert signal.getsignal(number) is handler
     assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
     if not (RunFolder(broken).drafter / "training.json").is_file():  # it exists after the last step
-        with pytest.raises(UserError, match="started on the rows"):  # `distill` would remove its rows
+        with pytest.raises(UserError, match="unfinished training on the token"):  # `distill` would remove its rows
             check_no_training_reads(RunFolder(broken).data)
     assert train_drafter(broken).steps == STEPS
     check_no_training_reads(RunFolder(broken).data)

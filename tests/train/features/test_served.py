@@ -158,7 +158,7 @@ def test_answers_without_features_are_asked_for(
     recipe = distilled_run(tmp_path, server.url)
     server.fault, server.fault_from, server.fault_until = "unwritten", 5, 7
     run_distill(recipe)
-    assert "hidden states of 2 answers did not come" in capsys.readouterr().err
+    assert "hidden states of 2 answers are missing" in capsys.readouterr().err
     missing = 8 - len(list(RunFolder(recipe).features.glob("answers-*/*.safetensors")))
     server.requests, server.fault = 0, ""
     train_drafter(recipe)
