@@ -1,4 +1,4 @@
-"""A target that answers with a drafter, for scripts and notebooks: what the commands measure, in a few lines.
+"""Answers of a target with a drafter, for scripts and notebooks, by the decoding loop that the commands measure.
 
 For example, on the embedded target:
 
@@ -32,14 +32,14 @@ CHAIN = MethodConfig(name="chain")
 
 
 class SpeculativeDecoder:
-    """Decoder for one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
+    """Decoder of one prompt at a time. Greedy answers equal the target's, sampled ones have its distribution.
 
     On a CPU the frozen weights are packed into a copy that takes as much memory again, as in `draftsmith eval`.
 
     Args:
         tokenizer: The target's tokenizer. None: prompts are token ids, and only the limit ends an answer.
-        drafter: Attached to this target. None: the same loop without a draft.
-        tree: The draft tree, with the keys of a method in a recipe's `eval.methods`.
+        drafter: Drafter that is attached to this target. None: autoregressive decoding in the same loop.
+        tree: Shape of the draft trees, by the keys of a method in a recipe's `eval.methods`.
         max_length_tokens: Most tokens of a prompt with its answer; by default 1024, or the target's limit if it is
             lower.
         seed: Seed of sampled answers.
@@ -75,9 +75,9 @@ class SpeculativeDecoder:
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """Answer a question in the target's chat template; the result has `text`."""
+        """Answer one question, put into the target's chat template; the answer is the result's `text`."""
         if self.tokenizer is None:
-            raise ValueError("a question needs a tokenizer with a chat template: give one, or call answer() with ids")
+            raise ValueError("ask() needs a tokenizer with a chat template: pass `tokenizer`, or call answer() on ids")
         record = self.answer(prompt_token_ids(self.tokenizer, [Turn("user", question)]), max_new_tokens, on_round)
         record.text = self.tokenizer.decode(record.ids, skip_special_tokens=True).strip()
         return record
@@ -85,10 +85,10 @@ class SpeculativeDecoder:
     def answer(
         self, prompt_ids: list[int], max_new_tokens: int, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """Answer a prompt of token ids.
+        """Answer a prompt that is given as token ids.
 
         Args:
-            on_round: Called with every round: its tree, the accepted nodes and the target's logits.
+            on_round: Called after every round with its tree, its accepted nodes and the target's logits.
 
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.

@@ -20,7 +20,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description="Train the recipe's drafter.")
     parser.add_argument("recipe", help="a recipe's YAML file, or the name of a shipped one")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values to use instead")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 

@@ -44,7 +44,7 @@ class WeightReading:
         self.bytes = None if experts else sum(weight.nbytes for weight in self._weights)
 
     def seconds(self) -> float | None:
-        """Return the median seconds of a few reads of all bytes; None if `bytes` is None."""
+        """Return the median time, in seconds, of a few reads of `bytes` bytes; None if `bytes` is None."""
         if self.bytes is None:
             return None
         if self._device.type == "cpu":

@@ -52,7 +52,7 @@ class Divergence:
 
 @dataclass
 class RecordedDivergence(Divergence):
-    """The divergence of one answer in `records.jsonl`."""
+    """First difference between an answer in `records.jsonl` and the baseline's, with the answer's run and turn."""
 
     run: int
     turn: int
@@ -83,7 +83,7 @@ def divergence_at(
     Args:
         position: Index of the difference, see `first_difference`.
         session: Session of the target, long enough for the prompt with `expected`.
-        blocks_tokens: Block sizes for recomputing the answer after the KV cache, tried until one explains the gap.
+        blocks_tokens: Sizes of the blocks in which the answer is recomputed; tried until one explains the gap.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -123,9 +123,9 @@ def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodResul
 def find_divergences(
     bench: SpecBench, records: Iterable[QuestionRecord], known: Iterable[RecordedDivergence]
 ) -> list[RecordedDivergence]:
-    """Find the first difference of every greedy answer that is not the baseline's; known ones are not measured again.
+    """Find the first difference of every greedy answer that is not the baseline's; `known` ones are not measured.
 
-    A later turn's prompt holds the earlier answers, so that only the first differing turn can be compared.
+    A later turn's prompt contains the earlier answers, so only the first turn that differs can be compared.
     """
     turns_by_id = {question.question_id: question.turns for question in bench.questions}
     by_place = {

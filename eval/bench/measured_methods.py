@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 @dataclass
 class Arm:
-    """One method at one temperature: one row of the table.
+    """One measured configuration, a method at one temperature; a row of the result table.
 
     feature_layers: layers of the target that its drafter reads. lenience: below 1 the method is not lossless.
     """
@@ -56,7 +56,7 @@ class Arm:
         stop: StopMatcher | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> AnswerRecord:
-        """Generate the answer to a prompt, see `generate`; sets the session's feature layers."""
+        """Set the session's feature layers and answer a prompt of token ids; arguments as in `generate`."""
         session.read_layers(self.feature_layers)
         how = (self.sampling, new_tokens, end_ids, self.generator, stop, self.lenience, on_round)
         return generate(session, self.method, prompt_ids, *how)
@@ -74,7 +74,7 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
         if hasattr(drafter, "target_change") and len(drafters) > 1:
-            raise UserError(f"{folder} changes the target: measure it in a separate run, without other drafters")
+            raise UserError(f"drafter {folder} changes the target: measure it in a run without other drafters")
     for model in (target, *drafters.values()):  # after adapters were merged into the target
         pack_linears(model)
     return target, tokenizer, drafters
@@ -118,7 +118,7 @@ def compile_decoder(decoder: SequenceDecoder, device: torch.device, compiles: bo
 def measured_methods(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
 ) -> list[Arm]:
-    """Build the baseline and every method of the recipe, at every temperature. Methods of one drafter share a decoder.
+    """Build an `Arm` for the baseline and each method, at every temperature. Methods of one drafter share a decoder.
 
     Raises:
         UserError: Two methods have the same name, or a method's kind or options are wrong.

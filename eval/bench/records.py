@@ -71,8 +71,8 @@ class MethodResult:
 class QuestionRecord:
     """Answers of all methods to one question in one run.
 
-    answers: by `method@temperature`. weights_bytes: what a step of the target reads; weights_read_s: seconds of a
-    plain read of as many bytes. task: the question's task; by default Spec-Bench's task of its category.
+    answers: by `method@temperature`. weights_bytes: bytes of weights that a step of the target reads. weights_read_s:
+    seconds of a plain read of as many bytes. task: the question's task; None: Spec-Bench's task of its category.
     """
 
     run: int
@@ -86,7 +86,7 @@ class QuestionRecord:
 
     @property
     def task_name(self) -> str:
-        """Return the task that the question belongs to."""
+        """Return the task of the question: `task`, or Spec-Bench's task of its category."""
         return task_of(self.category) if self.task is None else self.task
 
     @property
@@ -100,7 +100,7 @@ class QuestionRecord:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> QuestionRecord:
-        """Check and build a record from a line of the file.
+        """Check the values of a line of `records.jsonl`, and build a record from them.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: The line is no record.
@@ -183,7 +183,7 @@ def answer_settings(
 
 
 def target_settings(target: Any) -> dict[str, str]:
-    """Return the settings that depend on the target alone."""
+    """Return the settings of an answer that depend on the target alone: a hash of its weights, and its dtype."""
     return {"target": weights_fingerprint(target), "dtype": str(target.dtype).removeprefix("torch.")}
 
 
@@ -233,6 +233,6 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
                 # Each question has its own prompts.
                 if setting != "prompts" and answer.settings[setting] != first_settings[setting]:
                     raise UserError(
-                        f"{where} was measured with another {word} than the first record: delete the folder to "
-                        "measure again"
+                        f"{where} was measured with another {word} than the first record: delete the run's folder "
+                        "`eval` to measure again"
                     )

@@ -36,7 +36,7 @@ PROCESS = uuid.uuid4().hex
 
 
 class SpecBench:
-    """Answers questions with several methods and records times and tokens.
+    """Harness that answers questions with several methods and records their times and tokens.
 
     Args:
         questions: Questions that do not fit the target's context are left out and counted in `left_out`; the tasks
@@ -97,7 +97,7 @@ class SpecBench:
         Args:
             methods: The methods to measure, with the autoregressive baseline of each temperature.
             warmup_questions: Questions that are answered without recording first.
-            part: (number of this process from 0, number of processes), if several share the questions.
+            part: (index of this process from 0, number of processes), if several processes share the questions.
         """
         number, count = part
         questions = list(enumerate(self.questions))[number::count]
@@ -152,8 +152,8 @@ class SpecBench:
         """Answer all turns of a question with one method, with its own answers as history.
 
         Args:
-            run: Number of the run, which changes the sampling.
-            most_new_tokens: Longest answer to a turn, if shorter than the bench's.
+            run: Number of the run, which changes the seed of sampling.
+            most_new_tokens: Most tokens of an answer to a turn, if fewer than the bench's `max_new_tokens`.
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
         turns: list[AnswerRecord] = []
@@ -204,10 +204,10 @@ def first_turn_ids(tokenizer: Any, question: Question) -> list[int]:
 def first_turn_prompts(
     target: Any, tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int
 ) -> list[tuple[int | str, list[int]]]:
-    """Choose (question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
+    """Return (question id, prompt ids) of the first turn of `count` questions, spread over those that fit the target.
 
     Raises:
-        UserError: No question leaves room.
+        UserError: No question leaves room for `max_new_tokens` tokens.
     """
     limit = longest_sequence_tokens(target)
     tokenised = ((question.question_id, first_turn_ids(tokenizer, question)) for question in questions)
@@ -221,7 +221,7 @@ def first_turn_prompts(
 
 
 def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
-    """Return the length in tokens of the longest conversation that the questions can become, `limit` at most.
+    """Return the most tokens that a question's turns and answers together can have, `limit` at most.
 
     One eighth is added to every answer, as its text may have more tokens when it is tokenised again.
     """

@@ -1,7 +1,7 @@
 """One decoding round for every method, the autoregressive baseline included: draft, verify, commit (`decode_round`).
 
-The target runs a tree in one forward; the host then walks it. On a GPU the host waits once per round for the result of
-verification, at T > 0 sometimes more often (`verify.py`). The drafted tokens are copied in the same wait if they are a
+The target runs a tree in one forward; then the host verifies it. On a GPU the host waits once per round for the result
+of verification, at T > 0 sometimes more often (`verify.py`). The draft tokens are copied in the same wait if they are a
 chain, or, at T = 0, a static tree. Other trees are built on the host, which waits for the draft once, or once a level.
 
 The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
@@ -43,10 +43,10 @@ class AnswerRecord:
     tried: number of drafted depths that verification reached; the accepted share of them is the acceptance rate alpha.
     outside_tokens: number of the rounds' tokens that are not in the method's draft vocabulary, all of them the target's
         own; None: the method can draft every token.
-    ended_outside: numbers, from 0, of the rounds that rejected drafts and ended with such a token, which no draft could
-        have matched. None: the method can draft every token.
-    round_s: seconds of each round; the four phases below are sums over all rounds.
-    first_token_s: seconds from the prompt to its first token; prefill_s: to the beginning of the first round.
+    ended_outside: indices, from 0, of the rounds that rejected draft tokens and ended with a token outside the draft
+        vocabulary, which no draft could have matched. None: the method can draft every token.
+    round_s: seconds of each round; the four phases below are sums over all rounds. wall_time_s: the whole answer's.
+    first_token_s: seconds from the start to the answer's first token; prefill_s: to the start of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the accepted path;
         committing it. first_draft_s: draft_s of the first round, in which the drafter reads the prompt, or None.
     """
@@ -80,13 +80,13 @@ class AnswerRecord:
 
     @property
     def usual_draft_s(self) -> float:
-        """Return the seconds of drafting if the first round's draft took as long as the others in the mean."""
+        """Return the seconds of drafting in all rounds, with the first round counted as the mean of the others."""
         if self.first_draft_s is None or self.rounds < 2:
             return self.draft_s
         return (self.draft_s - self.first_draft_s) * self.rounds / (self.rounds - 1)
 
     def add_round(self, tree: DraftTree, verification: Verification, kept: int, columns: TokenColumns) -> None:
-        """Add a round's figures: `kept` of its tokens belong to the answer; `columns`: the draft vocabulary."""
+        """Add a round's figures. kept: number of its tokens in the answer. columns: tokens that can be drafted."""
         path = verification.path
         self.accept_lengths.append(kept)
         self.draft_lengths.append(min(kept, len(path) - 1))
@@ -104,10 +104,9 @@ class AnswerRecord:
 class Round:
     """Result of one round: draft, verification and commit.
 
-    logits: [N, V] of the target at the tree's nodes; a compiled target's next forward may overwrite them. kept: the
-    number of committed tokens (those of the accepted path's nodes, then the target's own) that belong to the answer.
-    The i-th of them was decided at the path's i-th node.
-    features: [a+1, F] of the target at the path's nodes: row i predicted the i-th committed token.
+    logits: [N, V] of the target at the tree's nodes; a compiled target's next forward may overwrite them.
+    kept: number of committed tokens (a accepted draft tokens, then the target's own) that belong to the answer.
+    features: [a+1, F] of the target at the accepted path's nodes: row i predicted the i-th committed token.
     """
 
     tree: DraftTree
@@ -123,7 +122,7 @@ class Round:
 
     @property
     def committed(self) -> list[int]:
-        """Return the committed tokens, accepted drafts first."""
+        """Return the committed tokens that belong to the answer: accepted draft tokens, then the target's own."""
         return self.verification.committed(self.tree)[: self.kept]
 
 
@@ -145,7 +144,7 @@ class Generation:
             self.record.outside_tokens, self.record.ended_outside = 0, []
 
     def begin(self, session: TargetSession, prompt_ids: list[int]) -> Tensor:
-        """Read the prompt, and add the first token; returns the features [P, F] of the prompt."""
+        """Read the prompt, start the method and add the answer's first token; return the prompt's features [P, F]."""
         started_s = time.perf_counter()
         step = session.prefill(prompt_ids)
         self.record.prompt_tokens = len(prompt_ids)
@@ -157,7 +156,7 @@ class Generation:
         return step.features
 
     def draft(self, deepest: int) -> DraftTree:
-        """Draft a tree that is no deeper than `deepest`, nor than the remaining token budget."""
+        """Draft a tree, and cut it to depth `deepest` and to the number of tokens that the answer may still get."""
         return self.method.propose().cut_to_depth(min(deepest, self.max_new_tokens - len(self.record.ids) - 1))
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
@@ -167,7 +166,7 @@ class Generation:
         return verification
 
     def commit(self, tree: DraftTree, step: TargetStep, verification: Verification) -> Round:
-        """Keep the tokens that belong to the answer, and show them to the method unless the answer ends with them."""
+        """Add the round's tokens to the answer; unless the answer ends with them, pass them to the method."""
         path, committed = verification.path, verification.committed(tree)
         in_order = path[-1] == len(path) - 1
         features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
@@ -236,7 +235,7 @@ def generate(
 
     Args:
         generator: For the target's draws; usually shared with the method.
-        stop: Finds the strings that end an answer; give a new one for each answer.
+        stop: `StopMatcher` that finds the strings that end an answer; pass a new one for each answer.
         on_round: Called at the end of every round; its time counts to the commit.
 
     Raises:

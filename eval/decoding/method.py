@@ -1,4 +1,4 @@
-"""A drafting method: `start`, `propose` and `observe`, and optionally `read_logits`.
+"""Interface of a drafting method: `start`, `propose` and `observe`, and optionally `read_logits`.
 
 Shapes: P prompt, n newly committed tokens, F features (those of the session's layers, one after the other), N tree
 nodes, V vocabulary.
@@ -15,9 +15,9 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 class Method:
-    """A way to build a round's draft tree; this one has no drafts.
+    """Base class of drafting methods, which build the draft tree of every round; this one drafts no tokens.
 
-    drafts_trees: whether it drafts trees whatever `tree` of the recipe says. columns: the tokens that it can draft.
+    drafts_trees: whether it drafts trees even with `tree: chain` in the recipe. columns: tokens that it can draft.
     """
 
     name: str
@@ -26,21 +26,21 @@ class Method:
     _newest = -1
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        """Begin a sequence; features [P, F] are the target's *at* the prompt's tokens."""
+        """Start a new sequence; features [P, F] are the target's *at* the prompt's tokens."""
 
     def propose(self) -> DraftTree:
-        """Return the tree under the newest committed token."""
+        """Return the draft tree of the next round; its root is the newest committed token."""
         return root_only(self._newest)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        """Read committed tokens; features [n, F] are the target's that *predicted* them, at the token before each."""
+        """Read new committed tokens; features [n, F] are the target's at the token before each, which predicted it."""
         self._newest = committed_ids[-1]
 
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """Read the target's logits [N, V] at the nodes of the verified tree, before `observe`."""
+        """Read the target's logits [N, V] at the nodes of the verified tree, before `observe`; optional."""
 
 
 class Autoregressive(Method):
-    """Proposes nothing: the same loop becomes the baseline that every speedup is measured against."""
+    """Method without draft tokens: the autoregressive baseline that every speedup is measured against."""
 
     name = AUTOREGRESSIVE

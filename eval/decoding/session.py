@@ -1,8 +1,7 @@
 """The target in decoding: it owns the KV cache, runs draft trees in one forward and keeps the accepted paths.
 
 A session works with any decoder-only `AutoModelForCausalLM` that takes a 4-D attention mask and a transformers `Cache`;
-a probe makes sure of it, once per target. How a forward is run is decided in `Forward`, where the sequence's tokens lie
-in `KVCache`.
+a probe makes sure of it, once per target. `Forward` runs the target, `KVCache` stores the sequence's keys and values.
 
 The RoPE of some targets changes at a certain length (`rope_switch`): no tree crosses that length, and at it the whole
 sequence is read again, so that every token's logits are those of one forward over all tokens up to it.
@@ -44,8 +43,8 @@ logger = logging.getLogger(__name__)
 class TargetStep:
     """Result of one forward of the target.
 
-    logits: [N, V], or [1, V] of the prompt's last token; features: [N, F] or [P, F], the session's feature layers *at*
-    each token: what the token after it is predicted from.
+    logits: [N, V] at a tree's nodes, or [1, V] at a prompt's last token. features: [N, F] or [P, F], the hidden states
+    of the session's feature layers *at* each token, from which the target predicts the token after it.
     """
 
     logits: Tensor
@@ -60,7 +59,7 @@ def open_session(
     Args:
         compiles: False: not compiled. True: a target that cannot be compiled is an error. None: as
             `compiles_by_default` says; a target that then fails to compile runs uncompiled, after a warning.
-        same_size: Whether trees and single steps are padded to one size, see `Compiler`.
+        same_size: Whether trees and single steps are padded to one size; None: as `Compiler` chooses.
 
     Raises:
         UserError: The target cannot hold that many tokens, run draft trees or, with `compiles`, be compiled.
@@ -73,7 +72,7 @@ def open_session(
     session = TargetSession(target, max_length_tokens, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and session.forward.cpu_target is None:
         logger.warning(
-            "%s has other layers than %s, which run in one call on a CPU: the same answers take longer%s",
+            "%s is none of the architectures that run in one call on a CPU (%s): the same answers take longer%s",
             type(target).__name__,
             ", ".join(FAMILIES.values()),
             ", and compiling it takes up to a minute the first time" if is_compiled else "",
@@ -86,9 +85,9 @@ class TargetSession:
 
     Args:
         target: The model, in eval mode.
-        max_length_tokens: Prompt and answer together must fit; memory for them is allocated once.
+        max_length_tokens: Most tokens of prompt and answer together; memory for them is allocated once.
         feature_layers: Layers that the drafter reads; see `draftsmith.models.target.features.FeatureTap`.
-        compiler: How forwards of trees are compiled, unless they run in one call on a CPU; None: they are not.
+        compiler: How forwards of trees are compiled, unless they run in one call on a CPU; None: not compiled.
 
     Raises:
         UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees. Also in
@@ -150,18 +149,18 @@ class TargetSession:
             )
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read afterwards is true."""
+        """Wait until the device has finished its work; call it before reading a clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
-        """Return other features from now on; called before a sequence, for the method that will decode it."""
+        """Set the layers whose hidden states are returned as features; call it before the `prefill` of a sequence."""
         self.forward.read_layers(feature_layers)
 
     @without_cudnn_attention()
     @torch.inference_mode()
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
-        """Forget the current sequence and read a prompt."""
+        """Drop the current sequence and read a prompt; return logits [1, V] and features [P, F]."""
         self.check_room(prompt_ids)
         if self._switch is not None:
             self._ids, self._is_beyond = list(prompt_ids), len(prompt_ids) > self._switch
@@ -169,7 +168,7 @@ class TargetSession:
 
     @property
     def deepest_draft(self) -> int:
-        """Return the most draft tokens along a path of the next tree."""
+        """Return the largest depth that the next draft tree may have."""
         if self._switch is None or self.cache.length >= self._switch:
             return LONGEST_TREE_NODES
         return self._switch - self.cache.length - 1
@@ -182,7 +181,7 @@ class TargetSession:
             return self._run_chain(tree, self.forward.states)
         if self._switch is not None:
             if tree.shape.max_depth > self.deepest_draft:
-                raise ValueError(f"the target's RoPE changes after {self._switch} tokens: cut_to_depth(deepest_draft)")
+                raise ValueError(f"RoPE changes after {self._switch} tokens: cut the tree to depth `deepest_draft`")
             length, self._tree = self.cache.length, tree
             if length >= self._switch and not self._is_beyond:
                 self.forward.read_prompt([*self._ids, tree.tokens[0]])
@@ -209,7 +208,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
-        """Add the accepted nodes (root first) of the last tree, whose tokens were read to the host, to the sequence."""
+        """Add the accepted nodes (root first) of the last tree to the sequence; its tokens must be on the host."""
         if self._switch is not None:
             self._ids += [self._tree.tokens[node] for node in path]
         self.cache.keep(path)

@@ -1,4 +1,4 @@
-"""Strings that end an answer."""
+"""Search for the stop strings that end an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are mis
 
 
 class GrowingText:
-    """The text of one answer, token by token, without characters of which bytes are missing; can be copied.
+    """Text of one answer, decoded token by token, without characters whose bytes are incomplete; can be copied.
 
     Each call decodes only the newest tokens, together with those of the last complete piece of text, since the text of
     a token may depend on the token before it (a leading space).

@@ -1,8 +1,8 @@
 """A client of a serving engine: streamed answers with their times, and the engine's counters of drafts.
 
 Answers are streamed over OpenAI's completions API, to measure the time of the first token, by the client that also
-distils. Counters are read from `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The
-field `token_ids` of an answer is an extension of OpenAI's API, of vLLM and SGLang.
+distils. Counters are read from `/metrics` in Prometheus' text format; `COUNTERS` has the names of each engine. The
+field `token_ids` of an answer is vLLM's and SGLang's extension of OpenAI's API.
 
 Servers are not trusted: every piece of an answer is checked by a pydantic model, and its size, its number of tokens and
 its time are limited.
@@ -111,7 +111,7 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """Build our decoder's counts from the accepted draft tokens and the depth of each round's draft."""
+        """Build the counts of drafts from each round's number of accepted draft tokens and depth of its draft."""
         depth = max(draft_depths, default=0)
         return DraftCounts(
             len(draft_lengths),
@@ -122,10 +122,10 @@ class DraftCounts:
 
     @staticmethod
     def of_page(text: str, prefix: str) -> DraftCounts | None:
-        """Parse a server's `/metrics`, summed over its engines; None if no name there begins with `prefix`.
+        """Parse the text of a server's `/metrics`, summed over its engines; None if no name in it has this prefix.
 
         Raises:
-            ValueError: A counter is no number of events, or has a position beyond any draft.
+            ValueError: A counter's value is no count, or its depth is beyond that of any draft.
         """
         values = dict.fromkeys(COUNTERS.values(), 0)
         by_depth: dict[int, int] = {}
@@ -165,11 +165,11 @@ class TimedAnswer:
 
 
 class Endpoint(OpenAIEngine):
-    """A client of one server that counts its drafts. Requests are never retried.
+    """Client of one vLLM server: sends requests and reads the server's counts of drafts. Requests are never retried.
 
     Args:
         setting: The target's tokenizer and end tokens.
-        is_ours: No other client uses the server, so that its prefix cache may be emptied.
+        is_ours: Whether no other client uses the server, so that its prefix cache may be emptied.
 
     Raises:
         UserError: The server does not answer, has no counters of drafts, or serves another model.
@@ -305,7 +305,7 @@ class Endpoint(OpenAIEngine):
 
 
 class LlamaEndpoint(Endpoint):
-    """A client of one `llama-server`, which returns token ids only by its own API, `/completion`."""
+    """Client of one `llama-server` (llama.cpp), which returns token ids only by its own API, `/completion`."""
 
     engine, prefix, counting, ids_option = "llama.cpp", "llamacpp", "with --metrics", "return_tokens"
     start_command = "llama-server --metrics --model"
@@ -334,9 +334,9 @@ class LlamaEndpoint(Endpoint):
 
 
 class SglangEndpoint(Endpoint):
-    """A client of one SGLang server that counts drafts by what each answer says of itself.
+    """Client of one SGLang server; the counts of drafts are those that each answer carries.
 
-    SGLang counts rounds and generated tokens in `/metrics`, and no accepted tokens: `sglang:spec_accept_length` is a
+    SGLang counts rounds and generated tokens in `/metrics`, but no accepted tokens: `sglang:spec_accept_length` is a
     gauge of the last log interval. Answers carry exact counts of all three, which other clients do not change.
     """
 
@@ -355,15 +355,15 @@ class SglangEndpoint(Endpoint):
         return arguments
 
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
-        """Return the counts of all answers' drafts, with the server's counter of generated tokens.
+        """Return the counts of drafts in all answers so far, and the server's counter of generated tokens.
 
         Raises:
-            UserError: The server has no known counters, or its answers lack their counts.
+            UserError: The server has no known counters, or it drafts but its answers carry no counts.
         """
         page = super().counts(generated_tokens)
         if generated_tokens and page.drafts > self._rounds_before and not self._draft_lengths:
             raise UserError(
-                f"{masked(self._root)} drafts, and its answers do not say how many tokens it accepts: give a server of "
+                f"{masked(self._root)} drafts, but its answers do not report the accepted tokens: give a server of "
                 "SGLang 0.5.20 or later, which supports return_spec_tokens_details"
             )
         answered = DraftCounts.of_rounds(self._draft_lengths, self._draft_depths)

@@ -56,9 +56,9 @@ class TurnAnswer(TimedAnswer):
 
 @dataclass
 class LoadTestRow:
-    """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
+    """Figures of one measured arm at one temperature and concurrency; the module's docstring defines them.
 
-    arm: what drafts, if anything: `PLAIN`, `NGRAM` or `DRAFTING`. failures: number of failed answers by reason.
+    arm: `without drafter`, `n-gram lookup` or `with drafter`. failures: number of failed answers by reason.
     """
 
     arm: str
@@ -82,7 +82,7 @@ class LoadTestRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return this row of the tables: the text of each cell by its heading."""
+        """Return the texts of this row's cells in the tables, by column heading."""
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",
@@ -104,10 +104,10 @@ DRAFTS = ("arm", "T", "concurrency", "tau", "committed", "accepted at depth")
 
 @dataclass
 class EngineMeasurement:
-    """Result of a measurement in an engine.
+    """Result of a load test in one engine (vLLM, SGLang or llama.cpp).
 
     place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
-    with and without the drafter. own_chain: the engine's acceptance against that of draftsmith's own loop.
+    with and without the drafter. own_chain: acceptance in the engine, compared with draftsmith's own decoding loop.
     """
 
     place: str
@@ -120,7 +120,7 @@ class EngineMeasurement:
     definitions: ClassVar[str] = DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-        """Return headings and cells of two tables: times, and drafts."""
+        """Return (headings, rows of cells) of two tables: one of times, one of drafts without the plain arm."""
         shown = ((CLOCK, self.rows), (DRAFTS, [row for row in self.rows if row.arm != PLAIN]))
         return [
             (headings, [[row.cells[name] for name in headings] for row in rows]) for headings, rows in shown if rows
@@ -128,10 +128,10 @@ class EngineMeasurement:
 
 
 def load_engine_measurements(recipe: Recipe) -> list[EngineMeasurement]:
-    """Read the results of earlier measurements in engines.
+    """Read the stored results of this run's load tests in engines.
 
     Raises:
-        UserError: A file is damaged.
+        UserError: A file of results is damaged.
     """
     files = [(name, measurement_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
     way_out = "delete {} and run `draftsmith bench --engine {}` again"
@@ -143,17 +143,17 @@ def load_engine_measurements(recipe: Recipe) -> list[EngineMeasurement]:
 
 
 def measurement_file(recipe: Recipe, engine: str, given: bool) -> Path:
-    """Return the file of a measurement in an engine.
+    """Return the path of the JSON file with a load test's result.
 
     Args:
-        given: The servers were given by URL, not started for the measurement.
+        given: Whether the servers were given by URL, instead of started for the load test.
     """
     return RunFolder(recipe).eval / f"{engine}{'-server' if given else ''}.json"
 
 
 @dataclass
 class ArmResult:
-    """Answers of one arm to all questions, at one temperature and concurrency.
+    """Answers of one arm (`without drafter`, ...) to all questions, at one temperature and concurrency.
 
     failures: number of failed answers by reason.
     """
@@ -176,7 +176,7 @@ class ArmResult:
         return sum(len(answer.ids) for answer in self.answers)
 
     def row(self) -> LoadTestRow:
-        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
+        """Compute the figures of these answers; those about drafts are None or empty if nothing was drafted."""
         counts, tokens = self.counts, self.tokens
         committed = tokens - len(self.answers)  # a prompt gives each answer's first token
         rounds = max(counts.drafts, committed - counts.accepted_tokens)
@@ -212,11 +212,11 @@ def send_questions(
     concurrency: int,
     arm: str = "",
 ) -> ArmResult:
-    """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
+    """Send all questions to a server and wait for the last answer. A failed answer ends its conversation.
 
     Args:
         concurrency: Number of conversations in flight.
-        arm: Name of the measured arm; without one no progress bar is drawn.
+        arm: Name of the measured arm; if empty, no progress bar is drawn.
 
     Raises:
         UserError: The server rejects the settings that all requests share, or lacks token ids or counters.
@@ -262,7 +262,7 @@ def send_questions(
 
 
 def with_speedups(rows: list[LoadTestRow]) -> list[LoadTestRow]:
-    """Set `speedup`: tokens per second over the plain arm's at the same temperature and concurrency."""
+    """Set each row's `speedup` over the arm without drafter at the same temperature and concurrency."""
     plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
     for row in rows:
         base = plain.get((row.temperature, row.concurrency))

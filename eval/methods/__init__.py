@@ -1,5 +1,5 @@
-"""Ways of proposing tokens, one file each: `drafter` for what was trained, the others need no training.
+"""Drafting methods, one file each: `drafter` uses a trained drafter, the others need no training.
 
-A new one is one more file with an attribute `METHOD`; its name is `eval.methods[].kind`. Read `registry` for how they
-are found. May import `eval.decoding` and what is before it.
+A file's name is the method's `eval.methods[].kind`. To add a method, add a file with an attribute `METHOD`, which
+`registry` finds. May import `eval.decoding` and the folders before it.
 """

@@ -1,7 +1,7 @@
 """Speculative sampling with a published draft model (arXiv 2211.17192, 2302.01318).
 
-Any causal language model with the target's vocabulary, any tree, any temperature. In its KV cache accepted draft tokens
-are kept and the others overwritten. `models/drafters/draft_model.py` is the kind that we train.
+Any causal language model with the target's vocabulary, any tree, any temperature. Its KV cache keeps accepted draft
+tokens; the others are overwritten. `models/drafters/draft_model.py` is the kind of drafter that is trained here.
 
 Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, P prompt, n newly committed tokens.
 """
@@ -30,14 +30,14 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """Decoder of a language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
+    """`draftsmith.models.decoding.decoders.StepwiseDecoder` that drafts with a causal language model.
 
     Args:
-        model: In eval mode.
-        num_depths: gamma, the longest path worth drafting.
-        max_length_tokens: Committed tokens that fit, the prompt included.
-        vocab_size: V of the target; the draft model's tokens beyond it are never drafted, missing ones get probability
-            0.
+        model: The draft model, in eval mode.
+        num_depths: gamma, the most draft tokens along one path.
+        max_length_tokens: Most committed tokens, the prompt included.
+        vocab_size: V, the size of the target's vocabulary. The draft model's token ids from V on are never drafted;
+            tokens of the target that it lacks get probability 0.
     """
 
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
@@ -66,7 +66,7 @@ class DraftModelDecoder:
         self._nodes.clear()
 
     def begin(self) -> Tensor:
-        """Return fp32 logits [1, V] for the children of the newest committed token."""
+        """Read the newly committed tokens; return fp32 logits [1, V] of the token after the newest."""
         count = len(self._pending)
         if self._cache.length == 0:
             logits, _ = self._forward.read_prompt(self._pending)
@@ -78,7 +78,7 @@ class DraftModelDecoder:
         return self._of_target(logits[-1:])
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
-        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
+        """Add W nodes with these tokens below `parents` to the tree; return fp32 logits [W, V] for their children."""
         tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         for node, below in enumerate(zip(parents, tokens, strict=True), start=len(self._tree.depths)):
             self._nodes.setdefault(below, node)
@@ -93,10 +93,10 @@ class DraftModelDecoder:
 
 
 class DraftModelMethod:
-    """Method of a draft model, as a recipe names it."""
+    """Method `draft_model` of a recipe: speculative sampling with a published draft model."""
 
     class Options(Section):
-        """Options of a Hugging Face causal LM with the target's vocabulary."""
+        """Options of method `draft_model`: a Hugging Face causal LM with the target's vocabulary."""
 
         model: str = Field(description="Hub id or local folder of the draft model")
         num_tokens: int = Field(4, ge=1, description="gamma, the most draft tokens along one path")
@@ -108,7 +108,7 @@ class DraftModelMethod:
 
 
 def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting) -> DraftModelDecoder:
-    """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
+    """Load a draft model from a folder or Hub id; return a decoder that drafts paths of up to `num_tokens` tokens.
 
     Raises:
         UserError: The draft model cannot be loaded, or has another vocabulary, recurrent layers or too few positions.
@@ -116,8 +116,8 @@ def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting
     model = _load(location, setting.target, setting.tokenizer)
     if has_recurrent_layers(model):
         raise UserError(
-            f"method {setting.recipe.name}: {location} ({architecture(model.config)}) has recurrent layers, with which "
-            "only targets run here: use a draft model of attention layers"
+            f"method {setting.recipe.name}: {location} ({architecture(model.config)}) has recurrent layers, which are "
+            "supported in targets only: use a draft model with attention layers"
         )
     limit = tokens_within_windows(model)  # its trees have a mask for full attention alone
     if limit is not None and limit < setting.max_length_tokens:

@@ -1,8 +1,8 @@
 """Draft trees from the logits of a drafter, trained or fitted.
 
-For drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa) one forward gives
-all depths: `draft`. Trees of the others (EAGLE, Hydra, Markov heads) `grow`, by one call per level. The trees, by
-temperature:
+If the drafter's distribution at a depth does not depend on the path to it (ParallelSpec, Medusa), `draft` builds the
+tree from one forward. For the others (EAGLE, Hydra, Markov heads) `grow` builds it by one call per level. The trees,
+by temperature:
 
     tree        T = 0                      T > 0
     chain       most likely token          sampled from q
@@ -47,21 +47,22 @@ def build_tree_drafter(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> TreeDrafter:
-    """Build the method of a drafter's decoder with the tree of a recipe's method.
+    """Build the method that drafts with `decoder`, in trees of the shape that `recipe`, one of `eval.methods`, sets.
 
     Raises:
-        UserError: The static paths are no tree.
+        UserError: A path in `paths` is empty, repeated or negative, or its parent path is missing.
     """
     lookup_nodes = recipe.nodes if recipe.lookup else 0
     return TreeDrafter(recipe.name, decoder, tree_builder(recipe), sampling, generator, lookup_nodes)
 
 
 class TreeDrafter(Method):
-    """Method that drafts trees with a drafter; see the module's docstring.
+    """Method that drafts a chain or a tree with a drafter in every round.
 
     Args:
-        sampling: The target's sampling, applied to q too.
-        lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
+        builder: Shape of the draft trees, see `tree_builder`.
+        sampling: Temperature, top-k and top-p of the target; the drafter's q is computed with the same ones.
+        lookup_nodes: Size of a best-first tree that may also have tokens that `PathLookup` finds; 0: no lookups.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class TreeDrafter(Method):
 
 
 def tree_builder(method: MethodConfig) -> TreeBuilder:
-    """Return the builder for the tree of a recipe's method.
+    """Return the builder of draft trees (chain, static or best-first) that a method in a recipe chooses.
 
     Raises:
-        UserError: The static paths are no tree.
+        UserError: A path in `paths` is empty, repeated or negative, or its parent path is missing.
     """
     if method.paths is not None:
         return Static(method.paths)
@@ -117,7 +118,7 @@ def tree_builder(method: MethodConfig) -> TreeBuilder:
 
 @dataclass(frozen=True)
 class Chain:
-    """Builder of chains, with one token per depth."""
+    """Builder of chains: one draft token per depth, down to `max_depth` (None: all depths of the drafter)."""
 
     max_depth: int | None = None
 
@@ -135,7 +136,7 @@ class Chain:
     def grow(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        """One forward per token, which reads the token before."""
+        """Draft a chain by one forward of the drafter per token, which reads the token before."""
         num_depths, columns = min(decoder.num_depths, self.max_depth or decoder.num_depths), decoder.columns
         logits = decoder.begin()
         q_rows: list[Tensor] = []
@@ -153,7 +154,7 @@ class Chain:
 
 
 class Static:
-    """Builder of a tree of N nodes from Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3).
+    """Builder of a fixed tree from Medusa's paths, lists of token ranks ([0], [1], [0, 0]; arXiv 2401.10774, 2.3).
 
     Raises:
         UserError: A path is empty, repeated or negative, or its parent path is missing.
@@ -257,7 +258,7 @@ class Static:
 
 @dataclass(frozen=True)
 class BestFirst:
-    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`.
+    """Builder of trees of the `nodes` most likely paths under q, the root not counted: the best tree of that size.
 
     Level by level it is EAGLE-2's dynamic tree (arXiv 2406.16858, section 4):
 
@@ -338,7 +339,7 @@ def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
 def draw_without_replacement(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """Draw `count` different tokens from each row of q [R, V'], in the order drawn; -1 if q has fewer tokens."""
+    """Draw `count` different token ids from each row of q [R, V'], in the order drawn; -1 if q has fewer."""
     # The order of q / Exp(1) is the order of draws without replacement.
     order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices
     return _to_token_lists(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
@@ -347,7 +348,7 @@ def draw_without_replacement(
 def draw_independently(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """Draw `count` tokens from each row of q [R, V'], with replacement."""
+    """Draw `count` token ids from each row of q [R, V'], with replacement."""
     return _to_token_lists(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
 
 
@@ -358,7 +359,7 @@ def _to_token_lists(chosen: Tensor, count: int, columns: TokenColumns) -> list[l
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:
-    """Remove nodes whose token is -1, as there were fewer tokens than siblings, and all nodes below them."""
+    """Return the tree without nodes of token -1 (q had fewer tokens than siblings) and the nodes below them."""
     if -1 not in tree.tokens:
         return tree
     remaining = {-1}

@@ -3,18 +3,18 @@
 One forward a round runs two things, here as one draft tree under the newest token:
 * the lookahead branch, W columns of N-1 levels of guesses. Level 0 is a chain below the root, of which column 0 is the
   root itself; the further levels of a column hang off its token in that chain. The target's argmax at the last level
-  is the next level, and a column with it an n-gram for the pool; the first level is dropped. In the beginning level 0
-  is N-2 longer, random tokens of the prompt; each of the first N-2 rounds adds a level and drops a column.
+  is the next level, and a column with it an n-gram for the pool; the first level is dropped. At first level 0 has N-2
+  more columns, of random tokens of the prompt; each of the first N-2 rounds adds a level and drops a column.
 * the verification branch, up to G n-grams of the pool that begin with the newest token.
 
 This is what Spec-Bench runs (its model/lade/decoding.py `jacobi_greedy_search_multilevel`, the masks in
 model/lade/models/llama.py), greedily. Where we differ:
 * it never accepts the last token of an n-gram, although the target agrees; we do;
-* its window already looks ahead while the prompt is read, ours from the first round on, and it stands still in the
-  last rounds of an answer, where trees are cut to what can be kept;
-* sampling too, by the verifier of every other method.
+* its window already looks ahead while the prompt is read; ours does from the first round on, and does not move in the
+  last rounds of an answer, where trees are cut to the remaining tokens;
+* we also sample, with the verifier of all other methods.
 
-By option, ours alone: n-grams of the prompt in the pool (`from_prompt`), and guesses of the window that may be accepted
+Two options are ours: put n-grams of the prompt into the pool (`from_prompt`), and let guesses of the window be accepted
 (`accept_window`; equal continuations then share their nodes). tau on the embedded target: 1.54 without either, 1.79
 with the first, 1.57 with the second, 1.82 with both.
 
@@ -38,21 +38,21 @@ from draftsmith.recipes.schema import Section
 
 
 class Lookahead(Method):
-    """Method of Lookahead decoding; see the module's docstring. `options` are the fields of `Options`."""
+    """Method `lookahead` of a recipe: Lookahead decoding (arXiv 2402.02057). `options`: fields of `Options`."""
 
     drafts_trees = True
 
     class Options(Section):
-        """Defaults are Spec-Bench's setting (its eval.sh)."""
+        """Options of method `lookahead`; the defaults are Spec-Bench's (its eval.sh)."""
 
-        level: int = Field(5, ge=2, description="N, the length of the n-grams")
-        window: int = Field(7, ge=1, description="W, the number of columns of the lookahead branch")
+        level: int = Field(5, ge=2, description="N, the number of tokens in each n-gram")
+        window: int = Field(7, ge=1, description="W, the number of n-grams that are guessed in parallel")
         guesses: int = Field(
             7,
             ge=1,
             description="G: most n-grams that the pool keeps for each first token, and that a round verifies",
         )
-        from_prompt: bool = Field(False, description="put the prompt's n-grams into the pool first; not in the paper")
+        from_prompt: bool = Field(False, description="start with the prompt's n-grams in the pool; not in the paper")
         accept_window: bool = Field(
             False, description="allow guesses of the lookahead branch to be accepted too; not in the paper"
         )
@@ -111,7 +111,7 @@ class Lookahead(Method):
         return DraftTree(tokens, TreeShape.of(tuple(parents), num_candidates))
 
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """Add the next level, and an n-gram of every column to the pool."""
+        """Append the target's likeliest tokens as the window's next level, and add each column's n-gram to the pool."""
         if len(tree) < self._proposed:
             return  # cut, at the end of the answer
         following = largest(logits[self._last_nodes]).tolist()

@@ -1,7 +1,7 @@
 """N-gram models as drafters: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
 
-Fitted on the target's own answers, which the run has distilled: the counts of the tokens that followed the last
-`order - 1`; where those were never seen, of the last `order - 2`, and so on. Any tree, any temperature.
+Fitted on the target's answers that the run has distilled: counts of the tokens that followed the last `order - 1`
+tokens or, if these were never seen, the last `order - 2`, and so on. Any tree, any temperature.
 
 Shapes: W tree nodes of a call, V vocabulary, P prompt, n newly committed tokens.
 """
@@ -29,7 +29,7 @@ class NgramModel:
     """Counts of which token follows which context, for contexts of 0 to order-1 tokens.
 
     Args:
-        rows: (token ids, loss mask) of conversations; only tokens with a one in the mask count as followers.
+        rows: (token ids, loss mask) of each conversation; only tokens with a mask of 1 are counted as followers.
         order: 1 = unigram, 2 = bigram, 3 = trigram.
         vocab_size: V; V**order must fit into 63 bits.
 
@@ -51,7 +51,7 @@ class NgramModel:
                 keys[size].append(key[mask[size:].astype(bool)])
         self._tables = [self._table(np.concatenate(numbers) if numbers else np.zeros(0, np.int64)) for numbers in keys]
         if not len(self._tables[0]):
-            raise ValueError("no token of an answer to count; run `draftsmith distill RECIPE` with more conversations")
+            raise ValueError("no token has a loss mask of 1; run `draftsmith distill RECIPE` with more conversations")
 
     def _table(self, keys: np.ndarray) -> dict[int, tuple[Tensor, Tensor]]:
         """Map a context's number to its followers' ids and log counts."""
@@ -80,7 +80,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """Decoder of an n-gram model, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
+    """`draftsmith.models.decoding.decoders.StepwiseDecoder` that drafts with an n-gram model."""
 
     def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
@@ -95,12 +95,12 @@ class NgramDecoder:
         self._newest = self._context([*self._newest, *committed_ids.tolist()])
 
     def begin(self) -> Tensor:
-        """Return fp32 logits [1, V] for the children of the newest committed token."""
+        """Return fp32 logits [1, V] of the token after the newest committed one."""
         self._contexts = [self._newest]
         return self._model.logits(self._newest)[None].to(self._device)
 
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
-        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
+        """Add W nodes with these tokens below `parents` to the tree; return fp32 logits [W, V] for their children."""
         tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
@@ -111,10 +111,10 @@ class NgramDecoder:
 
 
 class Ngram:
-    """Method of an n-gram model, as a recipe names it."""
+    """Method `ngram` of a recipe: drafts with an n-gram model that is fitted on the run's distilled answers."""
 
     class Options(Section):
-        """Options of an n-gram model."""
+        """Options of method `ngram`."""
 
         order: int = Field(
             3,

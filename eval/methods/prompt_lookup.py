@@ -1,7 +1,7 @@
-"""Prompt lookup decoding: what followed the newest tokens where they occurred before (Saxena, 2023; LLMA, 2304.04487).
+"""Prompt lookup decoding: draft the tokens after an earlier occurrence of the newest ones (Saxena; LLMA, 2304.04487).
 
-The longest of the last n-grams that occurred before wins. Which of its occurrences, and whether one counts that fewer
-tokens follow than are drafted, differs from code to code:
+The longest n-gram at the end of the text that also occurs earlier is used. Implementations differ in which occurrence
+they take, and in whether fewer tokens may follow it than are to be drafted:
 
 | setting                                          | options                                      |
 |--------------------------------------------------|----------------------------------------------|
@@ -10,7 +10,7 @@ tokens follow than are drafted, differs from code to code:
 | ours                                             | `match: latest`, `partial: true`             |
 
 tau on the embedded target: 1.53, 1.59 (both with `max_ngram: 3`) and 1.58. Spec-Bench's code drafts token 100 where it
-finds nothing, which we do not. No model at all.
+finds nothing, which we do not. No draft model is needed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from draftsmith.recipes.schema import Section
 
 
 class PromptLookup(Method):
-    """Method of prompt lookup; see the module's docstring. `options` are the fields of `Options`."""
+    """Method `prompt_lookup` of a recipe: drafts tokens from the text so far. `options`: fields of `Options`."""
 
     class Options(Section):
-        """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
+        """Options of method `prompt_lookup`; the defaults are Spec-Bench's (evaluation/inference_pld.py)."""
 
         max_ngram: int = Field(
             3, ge=1, description="length of the longest n-gram that is looked up; shorter ones are tried after it"
         )
         num_tokens: int = Field(10, ge=1, description="most draft tokens per round")
         match: Literal["earliest", "latest"] = Field(
-            "earliest", description="occurrence of the n-gram whose continuation is drafted"
+            "earliest", description="which occurrence of the n-gram is used: the tokens after it are drafted"
         )
         partial: bool = Field(
             False, description="also use an occurrence that is followed by fewer than `num_tokens` tokens"

@@ -1,6 +1,6 @@
 """Registry of the methods that need no trained drafter: each is one file in this folder.
 
-Its name is the recipe's key (`eval.methods[].kind`), and its module attribute `METHOD` a class with `Options` and
+The file's name is the method's `eval.methods[].kind` in a recipe; its attribute `METHOD` is a class with `Options` and
 `make`.
 """
 
@@ -27,8 +27,8 @@ class DecodingSetting:
     """Target, sampling and limits that a method is built for.
 
     Args:
-        tokens_folder: The run's distilled tokens, for methods that are fitted on them.
-        tokenizer: The target's.
+        tokens_folder: Folder of the run's distilled tokens, for methods that are fitted on them.
+        tokenizer: The target's tokenizer.
     """
 
     recipe: MethodConfig
@@ -41,13 +41,13 @@ class DecodingSetting:
 
 
 def make_method(setting: DecodingSetting) -> Method:
-    """Build the method that a recipe's `kind` and `options` name; raises the errors of `load_method_class`."""
+    """Build the method that `kind` and `options` of `setting.recipe` choose; errors as in `load_method_class`."""
     method_class, options = load_method_class(setting.recipe)
     return method_class.make(options, setting)
 
 
 def load_method_class(config: MethodConfig) -> tuple[Any, Any]:
-    """Return the class that `kind` names, with `Options` and `make`, and its options with their defaults.
+    """Return the method class that `config.kind` names, and its options, validated and with defaults filled in.
 
     Raises:
         UserError: The method's kind does not exist, or an option is unknown or wrong.

@@ -36,19 +36,19 @@ from draftsmith.recipes.schema import Section
 
 
 class SpecInfer(Method):
-    """See the module's docstring.
+    """Method `specinfer` of a recipe: a draft tree merged from the trees of several draft models (arXiv 2305.09781).
 
     Args:
-        decoders: [M] decoders of the draft models; each drafts at most `num_depths` deep.
-        expansion: k_d of depths 1, 2, ...
+        decoders: The M draft models' decoders; each drafts paths of at most its `num_depths` tokens.
+        expansion: k_1, k_2, ...: number of children that a model adds below each node, by the children's depth.
         samples: Number of trees that each model grows at T > 0; at T = 0 they would all be equal.
-        sampling: The target's sampling, applied to every q too.
+        sampling: Temperature, top-k and top-p of the target; each model's q is computed with the same ones.
     """
 
     drafts_trees = True
 
     class Options(Section):
-        """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""
+        """Options of method `specinfer`; the default tree is the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""
 
         models: list[str] = Field(
             min_length=1,
@@ -72,7 +72,7 @@ class SpecInfer(Method):
             return self
 
         def widths(self) -> list[int]:
-            """Return k_d of every depth."""
+            """Return the number of children below each node, for depths 1 to `num_tokens`."""
             return [*self.expansion, *[1] * (self.num_tokens - len(self.expansion))]
 
     def __init__(

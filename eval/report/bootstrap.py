@@ -1,7 +1,7 @@
 """Confidence intervals of figures by a studentised bootstrap over questions (Efron, Tibshirani, 1993, 12.5).
 
-A figure is a ratio of sums over questions. The bootstrap works on its logarithm, whose error is known by the delta
-method for every resample too; the interval comes from the quantiles of (resampled figure - figure) / resampled error.
+A figure is a ratio of sums over questions. The bootstrap works on its logarithm, whose error the delta method gives,
+for each resample too; the interval comes from the quantiles of (resampled figure - figure) / resampled error.
 The percentile bootstrap, which gives narrower intervals, covers the true value in 83 of 100 cases at 5 questions, 90 at
 13, and 88 at ten of each of six tasks; this one in 93, 94 and 93 (`docs/results/machinery/interval_coverage.json`).
 
@@ -73,11 +73,11 @@ class QuestionSums:
 
     @property
     def strata(self) -> tuple[str, ...]:
-        """Return the task of each question; the same for all if they are pooled."""
+        """Return the task of each question, or an empty name for all questions if they are pooled."""
         return self.tasks or ("",) * len(self.rounds)
 
     def by_task(self) -> Iterator[tuple[NDArray[np.intp], QuestionSums]]:
-        """Yield the indices and the sums of each task's questions; of all questions if they are pooled."""
+        """Yield (indices, sums) of each task's questions, or once of all questions if they are pooled."""
         for task in dict.fromkeys(self.strata):
             places = np.flatnonzero([each == task for each in self.strata])
             sums = {each.name: getattr(self, each.name)[places] for each in fields(self) if each.name != "tasks"}
@@ -85,7 +85,7 @@ class QuestionSums:
 
 
 class Ratio(NamedTuple):
-    """A ratio of two products of equally many sums, named by fields of `QuestionSums`."""
+    """A figure: the product of the sums (of `QuestionSums`) in `over`, divided by that of the sums in `under`."""
 
     over: tuple[str, ...]
     under: tuple[str, ...]
@@ -97,7 +97,7 @@ speedup = Ratio(("tokens", "baseline_seconds"), ("seconds", "baseline_tokens"))
 
 
 def compute_ratio(figure: Ratio, sums: QuestionSums) -> float:
-    """Compute the figure over all questions: pooled, or as the mean over tasks."""
+    """Compute a figure (`tau` or `speedup`) over all questions: pooled, or as the mean over tasks."""
     log_r, _ = _log_and_influence(figure, sums, np.ones((1, len(sums.rounds))))
     return float(np.exp(log_r[0]))
 
@@ -108,7 +108,7 @@ def interval(figure: Ratio, sums: QuestionSums) -> list[float] | None:
 
 
 def paired_ratio(figure: Ratio, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
-    """Return the interval of the ratio of two methods' figures, for the same questions in the same order.
+    """Return the interval of `mine`'s figure / `other`'s, for the same questions in the same order; None for too few.
 
     Raises:
         ValueError: The numbers of questions differ.
@@ -120,7 +120,7 @@ def paired_ratio(figure: Ratio, mine: QuestionSums, other: QuestionSums) -> list
 
 @lru_cache(maxsize=8)
 def resamples(tasks: tuple[str, ...]) -> Floats:
-    """Draw counts [R, Q] of each question, with the number of questions of each task fixed; equal for all methods."""
+    """Return how often each resample has each question [R, Q], with each task's share fixed; equal for all methods."""
     chance, counts_rq = np.random.default_rng(0), np.empty((RESAMPLES, len(tasks)))
     for task in dict.fromkeys(tasks):
         places = np.flatnonzero([each == task for each in tasks])

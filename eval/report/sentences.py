@@ -25,9 +25,9 @@ TAU_DEFINITION = (
 )
 
 SPEEDUP_DEFINITION = (
-    "speedup = all tokens over all seconds, against the same of the baseline; by question: the mean of the "
-    "questions' tokens per second, against the baseline's, as in Spec-Bench, whose script counts fewer tokens of the "
-    "baseline (docs/concepts/metrics.md); tau by question: the mean of the questions' tau"
+    "speedup = tokens per second (all tokens / all seconds), divided by the baseline's; by question: the mean of the "
+    "questions' tokens per second, divided by the baseline's, as in Spec-Bench, whose script counts fewer tokens of "
+    "the baseline (docs/concepts/metrics.md); tau by question: the mean of the questions' tau"
 )
 
 TASKS_MEANING = (
@@ -42,16 +42,16 @@ LENIENCE_WARNING = (
 
 
 BASELINE_MEANING = (
-    "the baseline's step reads = bytes of the target's weights over the time of its step (t_target_step), of what a "
-    "plain read of as many bytes reached on this machine between the questions"
+    "the baseline's step reads A of B GB/s: A is the bytes of the target's weights divided by the time of its step "
+    "(t_target_step), B the speed of a plain read of as many bytes on this machine between the questions"
 )
 SLOW_SHARE = 0.7  # below it the report warns that the speedup is partly due to a slow baseline
 CACHED_SHARE = 1.25  # above it the weights come out of the processor's cache
 GIGABYTE = 1e9
 
 WHY = (
-    "A method gains where a round commits more tokens (tau, with the one that the target itself contributes) than it "
-    "costs steps of the target alone, to draft and to check the draft"
+    "A method is faster than the target alone if a round commits more tokens (tau, the target's own one included) "
+    "than the target alone generates in the time that the round takes to draft and to check the draft"
 )
 EMBEDDED_MEANING = (
     "The embedded target has four million parameters, so that a draft costs about as much as a step: its figures show "
@@ -80,7 +80,7 @@ TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
 class SpeedVerdict:
     """Judgement of the fastest method at one temperature.
 
-    why: explanation by tau and costs; None without timing. row: its row of the summary, over all questions.
+    why: explanation by tau and costs; None without timing. row: the method's row of the summary, over all questions.
     """
 
     word: str
@@ -94,7 +94,7 @@ class SpeedVerdict:
 
 
 def verdict_word(ends: list[float] | None) -> str:
-    """Return the verdict for a 95 % interval of the speedup; `unclear` for None, too few questions."""
+    """Return the verdict in words for a 95 % interval of the speedup; None stands for too few questions."""
     if ends is None:
         return UNCLEAR
     if ends[0] > 1:
@@ -103,7 +103,7 @@ def verdict_word(ends: list[float] | None) -> str:
 
 
 def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
-    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured."""
+    """Judge the fastest method at each temperature, lowest first; empty if only the baseline was measured."""
     timed = {method_key(row): row for row in timing}
     bests = [(best_row(rows), len(rows)) for rows in by_temperature(drafted_rows(summary)).values()]
     return [_verdict(best, count, timed) for best, count in bests]
@@ -134,7 +134,7 @@ def _verdict(best: Row, count: int, timed: dict[str, Row]) -> SpeedVerdict:
 
 
 def round_costs(timing: Row | None) -> tuple[float, float] | None:
-    """Return what drafting and checking a round cost, in steps of the target alone; None without timing."""
+    """Return (time to draft, time to check the draft) of a round, in steps of the target alone; None without timing."""
     if timing is None:
         return None
     return timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
@@ -150,7 +150,7 @@ class Lossless:
 
 
 def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> Lossless:
-    """Judge whether the answers equal the target's; `answers` is the number of each method's, questions times runs."""
+    """Judge whether answers equal the target's; `answers` is the number per method, questions times runs."""
     rows = drafted_rows(summary)
     greedy = [row for row in rows if row["greedy_identical"] is not None]
     wrong = [row["method"] for row in greedy if not row["greedy_identical"] and not only_ties(row)]
@@ -171,8 +171,8 @@ def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> 
     total, parted = answers * len(greedy), sum(row["different_answers"] for row in greedy)
     if parted:
         sentence = (
-            f"{total - parted:,} of {total:,} greedy answers are {whose}, token for token. The other {parted} part "
-            "from it where its two best tokens are equally likely within rounding; none differs otherwise."
+            f"{total - parted:,} of {total:,} greedy answers are {whose}, token for token. The other {parted} differ "
+            "first where the two best tokens are equally likely within rounding; none differs otherwise."
         )
         return Lossless("Lossless, but for rounding", "good", sentence)
     return Lossless("Lossless", "good", f"All {total:,} greedy answers are {whose}, token for token.")
@@ -228,7 +228,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
     """Return advice on how to get a larger speedup or a better measurement, from the figures."""
     steps = []
     if recipe["target"]["model"] == EMBEDDED:
-        steps.append("`draftsmith demo` has a chat model that gains; docs/guides/train.md is the road for your own.")
+        steps.append("`draftsmith demo` speeds up a chat model; docs/guides/train.md shows how to train for your own.")
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
         best = max(drafted, key=lambda row: row["speedup_with_prefill"])
@@ -236,13 +236,13 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
         if not first or first[0] < 0.6:
             share = f"{first[0]:.0%}" if first else "none"
             steps.append(
-                f"The first drafted token is kept in {share} of the rounds of {best['method']}: train on more "
+                f"The first draft token is accepted in {share} of the rounds of {best['method']}: train on more "
                 "conversations (data.conversations.limit) or for longer (train.num_train_epochs)."
             )
         if best["cost_ratio"] > 0.35:
             steps.append(
-                f"Drafting costs {best['cost_ratio']:.2f} of a target step: fewer drafter layers or masks, or a larger "
-                "target, would pay."
+                f"Drafting costs {best['cost_ratio']:.2f} of a target step: use fewer drafter layers or masks, or a "
+                "larger target."
             )
         if best["loop_efficiency"] < 0.85:
             steps.append(
@@ -250,7 +250,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
                 "idle machine, or with fewer threads (OMP_NUM_THREADS)."
             )
     if recipe["eval"]["runs"] < 3:
-        steps.append("Set eval.runs=3 or more, so that the spread of the speedup means something.")
+        steps.append("Set eval.runs=3 or more, to see how much the speedup varies from run to run.")
     if any(row["greedy_identical"] is False and not only_ties(row) for row in summary):
         steps.append(
             "Greedy answers differ, and not only at numerical ties: `draftsmith prove` shows where, and "
@@ -261,7 +261,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
 
 
 def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:
-    """Return title, headings and cells of the table with one line for each method, the fastest first.
+    """Return title, headings and cells of the terminal's table, with one line per method, the fastest first.
 
     The baseline is left out, unless nothing else was measured.
     """
@@ -288,7 +288,7 @@ def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str,
 
 
 def tasks_and_questions(row: Row) -> str:
-    """List the tasks of the headline's mean with their numbers of questions."""
+    """List in words the tasks over which a row's mean is taken, with their numbers of questions."""
     counts = row["over_tasks"]["questions"]
     if len(set(counts.values())) == 1:
         number = next(iter(counts.values()))

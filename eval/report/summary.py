@@ -6,7 +6,7 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
                      prefill included on both sides, all tokens / all seconds; mean and standard deviation over runs
 speedup_by_question  with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py), whose
                      figure is higher: it tokenizes the baseline's text again, without end tokens
-..._interval         95 % over questions like these: `bootstrap.py`
+..._interval         95 % confidence interval over questions: `bootstrap.py`
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
                      there are two tasks or more. They are then the headline, by which methods are ordered and chosen
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds;
@@ -52,10 +52,10 @@ Pair = tuple[int, MethodResult, MethodResult]  # run, the method's answers, the 
 
 
 def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
-    """Compute a row for each method, temperature and task, or category of a single task, and one for `overall`.
+    """Compute one row of figures per method, temperature and task (category, if there is one task) and `overall`.
 
     Args:
-        divergences: The analysed differences of greedy answers.
+        divergences: First differences of greedy answers from the baseline's, as `find_divergences` returns them.
 
     Raises:
         UserError: There is no record, or one has answers that cannot be compared.
@@ -120,7 +120,7 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
 def question_sums(
     records: list[QuestionRecord], key: str, category: str = OVERALL, over_tasks: bool = False
 ) -> bootstrap.QuestionSums:
-    """Sum up the answers of `method@temperature` by question, in the order of the first run.
+    """Sum up tokens, rounds and seconds of the answers of `key`, a `method@temperature`, by question.
 
     Args:
         over_tasks: Give tasks equal weight instead of pooling all tokens, if there are several.
@@ -202,7 +202,7 @@ def _speed(turns: Iterable[AnswerRecord]) -> float:
 
 
 def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
-    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup."""
+    """Compute a row per method and temperature: times of a round's phases, predicted and measured speedup."""
     check_fair_clock(records)
     rows = []
     for key in records[0].answers:
@@ -280,7 +280,7 @@ def method_key(row: Row) -> str:
 
 
 def drafted_rows(summary: list[Row]) -> list[Row]:
-    """Return the rows over all questions, without the baseline's."""
+    """Return the summary's rows over all questions (`overall`), without those of the baseline."""
     return [row for row in summary if row["category"] == OVERALL and row["method"] != AUTOREGRESSIVE]
 
 
@@ -291,12 +291,12 @@ def by_temperature(rows: list[Row]) -> dict[float, list[Row]]:
 
 
 def headline(row: Row) -> Row:
-    """Return the figures to show first and to order methods by: the means over tasks if there are several."""
+    """Return a row's main figures, by which methods are ordered: the means over tasks if there are several."""
     return row.get("over_tasks") or row
 
 
 def best_row(rows: list[Row]) -> Row:
-    """Return the fastest row; one that is not lossless only if no other was measured."""
+    """Return the row of the fastest lossless method, or the fastest of all if none is lossless."""
     return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]))
 
 
@@ -327,9 +327,9 @@ def seed_spread(summary: list[Row]) -> list[Row]:
 
 
 def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Row]:
-    """Compare the baseline's step with a plain read of the weights, one row per temperature.
+    """Compare the bytes per second of the baseline's step with a plain read's, one row per temperature.
 
-    Empty if no read was recorded, as of a mixture of experts.
+    Empty if no read was recorded, as for a mixture of experts.
     """
     reads = [
         (each.weights_bytes, each.weights_read_s) for each in records if each.weights_bytes and each.weights_read_s

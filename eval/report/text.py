@@ -30,7 +30,7 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
 
 
 def identity(row: dict[str, Any]) -> str:
-    """Return in a word whether the greedy answers equal the target's; a method with lenience is "not lossless"."""
+    """Return in a word whether a row's greedy answers equal the target's; with lenience it is "not lossless"."""
     if not row["lossless"]:
         return NOT_LOSSLESS
     if row["greedy_identical"] is False and only_ties(row):
@@ -39,7 +39,7 @@ def identity(row: dict[str, Any]) -> str:
 
 
 def only_ties(row: dict[str, Any]) -> bool:
-    """Return whether all differing answers of a greedy row differ at a numerical tie."""
+    """Return whether all answers of a row that differ from the target's do so first at a numerical tie."""
     return bool(row["different_answers"] == row["numerical_ties"])
 
 

@@ -1,10 +1,10 @@
 """The exact distribution of verification's result, by enumerating all random outcomes.
 
-`Outcomes` replays every combination of random choices in `verify.walk`, the very code that decodes, with its
-probability; trees are enumerated in every way that a drafter can draw them. Nothing is estimated: any difference from
-the target's distribution is a bug.
+`Outcomes` replays every combination of random choices in `verify.walk`, the code that decodes, with its probability.
+All trees that a drafter can draw are enumerated. Nothing is estimated: any difference from the target's distribution is
+a bug.
 
-Shapes: V tokens (a handful), N tree nodes.
+Shapes: V tokens in the vocabulary (4).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Trees = Iterator[tuple[float, DraftTree]]  # each with the probability that it i
 
 
 class Outcomes:
-    """A `Chooser` that replays one scripted outcome and collects the scripts of the other possible ones."""
+    """`Chooser` that replays a script (a list of choices), and collects the scripts of all other outcomes."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.position, self.probability = script, 0, 1.0
@@ -69,7 +69,7 @@ class Outcomes:
 def every_verification(
     tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
 ) -> Iterator[tuple[float, Verification]]:
-    """Yield every possible outcome of verification with its probability."""
+    """Yield (probability, verification) for every possible outcome of `verify.walk` on this draft tree."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
@@ -79,7 +79,7 @@ def every_verification(
 
 
 def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yield every ordered draw of `count` tokens from q [V] without replacement, with its probability."""
+    """Yield (probability, tokens) for every ordered draw of `count` tokens from q [V] without replacement."""
     for tokens in itertools.permutations(range(len(q)), count):
         probability, left = 1.0, 1.0
         for token in tokens:
@@ -90,10 +90,11 @@ def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
 
 
 def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor], on_device: bool = False) -> Trees:
-    """Yield every tree of this shape with siblings drawn without replacement from the q of their parent's depth.
+    """Yield (probability, tree) for every tree with these parents whose siblings are drawn without replacement.
 
     Args:
-        on_device: Whether the drafted tokens, of a chain, are read with the verdict, as from a GPU.
+        q_of_depth: Distributions [V] of the children of nodes at depth 0, 1, ...
+        on_device: For chains: leave the draft tokens in `DraftTree.drafted`, as if they were on a GPU.
     """
     shape = TreeShape.of(parents)
     families = [node for node in range(len(shape)) if shape.children[node]]
@@ -111,9 +112,9 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor], on_device:
 
 
 def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
-    """Yield every tree of first tokens drawn independently from these models in this order, with equal tokens merged.
+    """Yield (probability, tree) for every tree in which several models draw a first token, with equal tokens merged.
 
-    Below the first token the last model draws a second one.
+    `models` are indices into `q_of_model`; a model may draw twice. The last one also draws a token below the first.
     """
     for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
         weight = float(q_of_model[models[-1]][second])
@@ -129,9 +130,9 @@ def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
 
 
 def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
-    """Return the exact distribution [V, V] of the first two tokens.
+    """Return the exact distribution [V, V] of the first two tokens that decoding commits with these draft trees.
 
-    If a round commits only one token, the second one is sampled from the target.
+    If a round commits only one token, the second is sampled from the target. Logits [V] are given by context.
     """
     joint = torch.zeros(V, V, dtype=torch.float64)
     for weight, tree in trees:
@@ -149,7 +150,7 @@ def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor
 
 
 def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Tensor]]:
-    """Draw random logits: the target's after the empty and every one-token context, and the drafter's at two depths."""
+    """Draw random logits [V]: the target's by context (none or one token), and the drafter's at two depths."""
     generator = torch.Generator().manual_seed(seed)
     target_logits: dict[tuple[int, ...], Tensor] = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
     for token in range(V):
@@ -158,7 +159,7 @@ def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Ten
 
 
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
-    """Return the largest |probability - the target's| of any two first tokens, over all trees and samplings."""
+    """Return the largest error of a probability of the first two tokens against the target's, over all draft trees."""
     target_logits, draft_logits = target_and_draft(seed)
     error = 0.0
     for sampling in samplings:

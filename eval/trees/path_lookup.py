@@ -1,4 +1,4 @@
-"""Lookups: tokens that followed a path's last tokens earlier in the text, as further candidates of a draft tree.
+"""Lookups add to a draft tree the tokens that followed a path's last tokens earlier in the text.
 
 Prompt lookup (Saxena, 2023; LLMA, 2304.04487) for every path of a draft tree instead of the committed tokens alone,
 ranked together with the drafter's candidates. A parallel drafter drafts its deeper tokens without knowing the ones
@@ -26,7 +26,7 @@ PRIOR_OBSERVATIONS = 8
 
 
 class LookupHit(NamedTuple):
-    """The token after the latest occurrence of the longest known n-gram, and the n-gram's length."""
+    """Result of a lookup: the token that followed an n-gram at its latest occurrence, and the n-gram's length."""
 
     token: int
     length: int
@@ -36,7 +36,7 @@ class PathLookup:
     """Index of the sequence so far: for every n-gram the token after its latest occurrence.
 
     Args:
-        temperature: The target's, which sets the prior; temperatures above 1 are treated as 1.
+        temperature: The target's sampling temperature, which sets the prior hit rates; above 1 it is treated as 1.
     """
 
     def __init__(self, temperature: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class PathLookup:
         self.start([])
 
     def start(self, prompt_ids: list[int]) -> None:
-        """Start a new sequence, and reset the hit rates, which differ from sequence to sequence."""
+        """Start a new sequence with the prompt's tokens, and reset the hit rates to the prior."""
         self._last: tuple[int, ...] = ()  # tokens, MAX_NGRAM at most
         self._next_token: dict[tuple[int, ...], int] = {}
         self._tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
@@ -65,7 +65,7 @@ class PathLookup:
             self._append(token)
 
     def find(self, path: list[int]) -> LookupHit | None:
-        """Look up the token after the sequence and these tokens; None if the last of them has not occurred before."""
+        """Look up the token after the sequence followed by `path`; None if their last token has not occurred before."""
         last = (*self._last, *path)[-MAX_NGRAM:]
         known, most = 0, len(last)  # all endings of a known n-gram are known
         while known < most:
@@ -74,7 +74,7 @@ class PathLookup:
         return LookupHit(self._next_token[last[-known:]], known) if known else None
 
     def log_probability(self, length: int) -> float:
-        """Return the log probability that a lookup after an n-gram of this length is right."""
+        """Return the log of the estimated probability that a lookup after an n-gram of this length is right."""
         # One additional wrong lookup is counted, so that no path has probability 1.
         return math.log(self._right[length - 1] / (self._tried[length - 1] + 1))
 
@@ -86,16 +86,17 @@ class PathLookup:
 
 
 def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
-    """Return the `nodes` most likely paths among the tree's and those that lookups add, the root not counted.
+    """Return the tree of the `nodes` most likely paths among those of `tree` and those that lookups add.
 
     Args:
         tree: A deterministic tree with `log_confidence`: the drafter's most likely paths.
+        nodes: Largest number of nodes of the result, the root not counted.
 
     Raises:
-        ValueError: The tree's tokens were sampled: cutting or extending such a tree would bias it.
+        ValueError: The tree's tokens were sampled: adding or removing nodes would change their distribution.
     """
     if tree.q is not None or tree.log_confidence is None:
-        raise ValueError("lookups continue deterministic trees with confidences, not sampled ones")
+        raise ValueError("lookups need a deterministic tree with log_confidence, not a sampled one")
     tokens, parents, log_confidence = [tree.tokens[0]], [-1], [0.0]
     paths: list[list[int]] = [[]]
     # A path is at most as likely as the one that it continues, so the best candidates are met in order. Entries:

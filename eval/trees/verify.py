@@ -1,22 +1,22 @@
 """Draft trees and their verification: the path that the target accepts, and the token that it adds itself.
 
-A tree's node 0 is the root, the last committed token, which the target has not processed yet; the others are drafted. A
-node's ancestors come before it, so that a prefix of the nodes is a tree too (SpecInfer, arXiv 2305.09781, section 4).
-Its shape decides the attention mask, the positions and the paths.
+A tree's node 0 is the root, the last committed token, which the target has not processed yet; all others are draft
+tokens. A node's ancestors come before it, so that a prefix of the nodes is a tree too (SpecInfer, arXiv 2305.09781,
+section 4). The tree's shape decides the attention mask, the positions and the paths.
 
-Verification is ParallelSpec's (arXiv 2410.05589) Algorithm 1; Leviathan et al. (2211.17192) for one child; SpecInfer's
-Algorithm 2 for several, whose children are drawn independently, from one drafter or several; or *without* replacement
-from one. Temperature, top-k and top-p first turn logits into the distribution that tokens are drawn from: the same way
-for p and for q, before they are compared (Leviathan et al., 2.2).
+Verification is ParallelSpec's (arXiv 2410.05589) Algorithm 1: Leviathan et al. (2211.17192) for one child; SpecInfer's
+Algorithm 2 for several children, drawn independently by one drafter or several, or *without* replacement by one.
+Temperature, top-k and top-p turn logits into the distribution that tokens are drawn from, in the same way for p and
+for q, before the two are compared (Leviathan et al., 2.2).
 
 It is lossless, unless lenience is below 1 (Leviathan et al., appendix A.5): q is multiplied by it in the comparison
-with p, and the residual is not changed. Then no token is more likely than p / lenience; nothing else is guaranteed.
+with p; the residual stays the same. Then no token is more likely than p / lenience; nothing else is guaranteed.
 
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can run this very code
-for every outcome. On a GPU the host waits once for a greedy verdict, and for that of a sampled chain, which is decided
-at all nodes in one pass. Of other trees only the nodes on the path are looked at: it waits once for each of these if
-the tree is deterministic, else for each tried draw and for the last token, 10 to 20 us each. Where nobody waits, one
-pass would draw, or sort for top-p, at every node for nothing: on a CPU many times the work.
+for every outcome. On a GPU the host waits once for the result of a greedy tree or of a sampled chain, which is decided
+at all nodes in one pass. In other trees only the nodes on the path are read: the host waits once for each of them if
+the tree is deterministic, else for each tried draw and for the last token, 10 to 20 us each. A CPU has no such waits,
+and one pass would be many times the work: it would draw, or sort for top-p, at every node.
 
 Shapes: N tree nodes (root included), V vocabulary. p = target, q = drafter.
 """
@@ -40,7 +40,7 @@ from draftsmith.models.sampling import Sampling, drawn
 
 
 class TreeShape:
-    """Tree topology: the parent of every node. Immutable; `TreeShape.of` shares equal shapes, with their masks.
+    """Topology of a draft tree: the parent of every node. Immutable; `TreeShape.of` shares equal shapes.
 
     Args:
         parents: [N], -1 for the root.
@@ -76,14 +76,14 @@ class TreeShape:
 
     @staticmethod
     def chain(num_drafted: int) -> TreeShape:
-        """Return the root with `num_drafted` tokens one after the other."""
+        """Return the shape of a chain: the root and `num_drafted` draft tokens, each below the one before."""
         return TreeShape.of(tuple(range(-1, num_drafted)))
 
     @staticmethod
     def from_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
-        """Return the shape of a subset of a tree's nodes, ascending and with their parents.
+        """Return the shape of the subtree of `nodes`, which must be ascending and include all their parents.
 
-        `parents` and `num_candidates` are the whole tree's.
+        `parents` and `num_candidates` are those of the whole tree.
         """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         new_parents = tuple(new_index[parents[node]] for node in nodes)
@@ -107,15 +107,15 @@ class DraftTree:
     """A draft tree: a token for every node of a shape.
 
     Args:
-        tokens: [N] token ids; tokens[0] is the last committed token. While `drafted` is not read: that one alone.
+        tokens: [N] token ids; tokens[0] is the last committed token. Only tokens[0] until `drafted` is read.
         shape: The topology.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
-        draws: [N], or None. For each node its independent draws in order, as (child, row of q), if the children come
-            from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
+        draws: [N] lists, or None. For children drawn independently (by several drafters, or with replacement): each
+            node's draws in order, as (child, row of q). q is [R, V] then, and a child drawn twice is listed twice.
         log_confidence: [N], or None if the builder does not know it. The drafter's log probability of the path to each
             node: the N' best nodes are the best tree of N' nodes.
-        drafted: [N-1] int64, the tokens after the root, which are still on a GPU until `read`; None: `tokens` has them.
+        drafted: [N-1] int64 on a GPU, the tokens after the root, until `read` copies them; None: `tokens` has them.
 
     Raises:
         ValueError: The tokens do not fit the shape, or a sampled tree that is no chain has tokens on a GPU.
@@ -133,17 +133,17 @@ class DraftTree:
         if num_tokens != len(self.shape):
             raise ValueError(f"{num_tokens} tokens do not fit a tree of {len(self.shape)} nodes")
         if self.q is not None and self.drafted is not None and self.shape.max_depth + 1 != len(self):
-            raise ValueError("of sampled trees only chains may leave their tokens on the device")
+            raise ValueError("a sampled tree that is no chain needs its tokens on the host: pass `tokens`")
 
     @staticmethod
     def of_drafted(root_token: int, drafted: Tensor, shape: TreeShape, q: Tensor | None = None) -> DraftTree:
-        """Return the tree of a root and drafted tokens [N-1]; those on a GPU stay there."""
+        """Return the tree of a root token and its draft tokens [N-1]; tokens on a GPU stay there until `read`."""
         if drafted.device.type == "cpu":
             return DraftTree([root_token, *drafted.tolist()], shape, q)
         return DraftTree([root_token], shape, q, drafted=drafted)
 
     def read(self, numbers: Tensor) -> list[int]:
-        """Return int64 numbers [m] of the device; `tokens` are copied to the host with them, in the same wait."""
+        """Copy int64 `numbers` [m] to the host and return them; the draft tokens are copied in the same wait."""
         if self.drafted is None:
             return numbers.tolist()
         drafted = len(self.drafted)
@@ -156,12 +156,12 @@ class DraftTree:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Return the parents [N], -1 for the root."""
+        """Return the parent of each of the N nodes, -1 for the root."""
         return self.shape.parents
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Return the depths [N], 0 for the root."""
+        """Return the depth of each of the N nodes, 0 for the root."""
         return self.shape.depths
 
     def children(self, node: int) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class DraftTree:
         return self.cut_to([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
     def cut_to(self, nodes: list[int]) -> DraftTree:
-        """Return the tree of these nodes alone, which must be ascending and include all their parents."""
+        """Return the subtree of `nodes`, which must be ascending and include all their parents."""
         if len(nodes) == len(self):
             return self
         shape, drafted = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates), self.drafted
@@ -193,7 +193,7 @@ class DraftTree:
 
 
 def root_only(token: int) -> DraftTree:
-    """Return a tree without draft tokens: with it the verification loop is autoregressive decoding."""
+    """Return a tree of the root token alone, without draft tokens: its round is one autoregressive step."""
     return DraftTree([token], TreeShape.chain(0))
 
 
@@ -202,31 +202,31 @@ def root_only(token: int) -> DraftTree:
 
 @dataclass(slots=True)
 class Verification:
-    """Result of verification.
+    """Result of verifying a draft tree.
 
-    path: [a+1] the accepted nodes, root first. next_token: the token that the target adds after them.
+    path: [a+1] nodes, the root and the a accepted draft nodes. next_token: the token that the target adds after them.
     """
 
     path: list[int]
     next_token: int
 
     def committed(self, tree: DraftTree) -> list[int]:
-        """Return the tokens [a+1] that the round adds to the sequence: accepted draft tokens, then the target's."""
+        """Return the a+1 tokens that the round adds to the sequence: a accepted draft tokens, then the target's own."""
         return [*(tree.tokens[node] for node in self.path[1:]), self.next_token]
 
 
 class Chooser(Protocol):
-    """Source of randomness. Probabilities and results are on the logits' device."""
+    """Source of the random choices in verification. Probabilities and results are on the logits' device."""
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Return bool [...], each True with its probability [...]."""
+        """Return bools in the shape of `probabilities`, each True with its probability."""
 
     def draw(self, probabilities: Tensor) -> Tensor:
-        """Return an int64 [] below V, drawn from a distribution [V]."""
+        """Draw one token id, int64 [], from a distribution [V]."""
 
 
 class RandomChooser:
-    """Source of randomness from a torch.Generator."""
+    """`Chooser` that draws from a torch.Generator; None: torch's global one."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
@@ -245,12 +245,12 @@ def verify(
     generator: torch.Generator | None = None,
     lenience: float = 1.0,
 ) -> Verification:
-    """Return the path of the tree that the target accepts, with its next token.
+    """Verify a draft tree: return the path that the target accepts, and the token that it adds after it.
 
     Args:
         logits: [N, V] of the target at every node.
         sampling: Sampling to apply to the target's logits; `tree.q` must have been computed with the same one.
-        lenience: In (0, 1]; 1 is lossless.
+        lenience: In (0, 1]. 1 is lossless; with less, more draft tokens are accepted.
     """
     if not sampling.greedy:
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
@@ -269,7 +269,7 @@ def verify(
 
 
 def follow(tree: DraftTree, choose: Callable[[int], int]) -> Verification:
-    """Follow, from the root, the child that equals the target's token at its parent, which `choose` returns."""
+    """Follow from the root the children that have the target's token at their parent, which `choose` returns."""
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:
@@ -285,8 +285,8 @@ def follow(tree: DraftTree, choose: Callable[[int], int]) -> Verification:
 def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:
     """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`.
 
-    Where q is a point mass, a child x is accepted with probability p(x), and otherwise p without x remains (Leviathan
-    et al.): one draw from p, which is followed if a child has the drawn token, has the same distribution.
+    If q is a point mass, a child x is accepted with probability p(x); otherwise p without x remains (Leviathan et al.).
+    Drawing one token from p, and following the child that has it, gives the same distribution.
     """
     if tree.q is None and lenience == 1:
         return follow(tree, lambda node: int(chooser.draw(sampling.probabilities(logits[node]))))
@@ -337,7 +337,7 @@ def _walk_chain(
 
 
 def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
-    """Yield the draws below a node in the order in which they are tried, with their q [V]; None: deterministic."""
+    """Yield (child, q [V]) of each draw below a node, in the order they are tried; q None: chosen, not drawn."""
     if tree.q is None:
         for child in tree.children(node):
             yield child, None

@@ -1,8 +1,8 @@
 """Choice of the checkpoint to resume from: the newest complete one. Incomplete ones are moved aside and reported.
 
-A checkpoint's `manifest.json` is written last. It names the checkpoint's files with their sizes, and the hashes of the
-small ones, and how many processes wrote it under which launch. So a checkpoint is complete if it has one that fits,
-whatever wrote it: the Trainer itself, FSDP2 or DeepSpeed.
+A checkpoint's `manifest.json` is written last. It has the size or, for small files, the hash of each file, the number
+of processes and the kind of launch. So a checkpoint is complete if its files match its manifest, whether the Trainer,
+FSDP2 or DeepSpeed wrote it.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ def _fingerprint(file: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, launch: Launch) -> None:
-    """Write down which files a checkpoint has, once all processes have written theirs."""
+    """Write `manifest.json` with the checkpoint's files; call it when all processes have written theirs."""
     files = {str(path.relative_to(checkpoint)): _fingerprint(path) for path in checkpoint.rglob("*") if path.is_file()}
     manifest = Manifest(launch.name, launch.processes, files)
     write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 def describe_damage(checkpoint: Path) -> str | None:
-    """Describe the first file that is missing or incomplete; None if the checkpoint is complete."""
+    """Describe the first missing or incomplete file of a checkpoint in words; None if it is complete."""
     try:
         files = read_json(checkpoint / MANIFEST, Manifest, "").files
     except UserError:
@@ -61,10 +61,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def set_damaged_aside(folder: Path) -> list[str]:
-    """Rename the checkpoints newer than the newest complete one, so that the Trainer rotates without them.
+    """Rename the damaged checkpoints newer than the newest complete one, so that the Trainer ignores them.
 
     Returns:
-        A sentence for each.
+        A message for each renamed checkpoint.
     """
     sentences = []
     for checkpoint in _newest_first(folder):
@@ -79,7 +79,7 @@ def set_damaged_aside(folder: Path) -> list[str]:
 
 
 def check_same_launch(checkpoint: Path, launch: Launch) -> None:
-    """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
+    """Check that a checkpoint was written with this launch's processes and strategy, so that resuming is exact.
 
     Raises:
         UserError: The checkpoint was written by another number of processes, or with another way of splitting the

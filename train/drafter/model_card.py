@@ -1,8 +1,8 @@
 """The model card of a trained drafter: `drafter/README.md`, which goes to the Hub with the folder.
 
 It is written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`; `push`
-writes it into the uploaded folder, with links to the other files there. A card that a user wrote by hand, or took over
-by deleting the marked line, is not changed.
+writes it into the uploaded folder, with links to the other files there. A card that a user wrote by hand, or from which
+the user deleted the marked line, is not changed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ ARXIV_ID = re.compile(r"\b\d{4}\.\d{5}\b")
 
 @dataclass
 class Publication:
-    """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
+    """A folder that is uploaded to the Hub as `repo`: the drafter, its model card and exports.
 
-    base_model: the target's Hub id, where the recipe names its folder; license: `license` and what belongs to it in the
-    Hub's metadata; exports: its folders of exports, each with the command that serves it, or None.
+    base_model: the target's Hub id, if the recipe names a local folder. license: the license's keys and values in the
+    Hub's metadata. exports: the folders of exported drafters, each with the command that serves it, or None.
     """
 
     folder: Path
@@ -60,10 +60,10 @@ def write_drafter_card(
     """Write the model card of the run's drafter; return its file, or None if a user's own card is kept.
 
     Args:
-        figures: `rows` of the summary, one a method at one temperature; the `machine`, the `questions`, their `dataset`
-            and the `command` that they were measured with; None without a measurement of these weights.
+        figures: `rows` of the summary, one per method and temperature, and the `machine`, the `questions`, their
+            `dataset` and the `command` of the measurement; None if these weights were not measured.
         proof: Result of `draftsmith prove` for these weights.
-        publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
+        publication: Upload to write the card into; a card that a user wrote by hand is copied into it unchanged.
     """
     recipe, _ = as_distilled(recipe)
     folder = RunFolder(recipe).drafter
@@ -111,7 +111,7 @@ def write_drafter_card(
 def front_matter(
     recipe: Recipe, figures: dict[str, Any] | None = None, publication: Publication | None = None
 ) -> dict[str, Any]:
-    """Return the card's metadata for the Hub; target and conversations are named only if they are on the Hub."""
+    """Return the card's YAML metadata for the Hub; it names target and conversations only if they are on the Hub."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
     values |= {} if publication is None else publication.license
     if publication is not None and publication.base_model is not None:
@@ -179,7 +179,7 @@ def _first_paragraph(kind: str) -> str:
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the resolved recipe without folders, servers and secrets of this machine; it is still a recipe."""
+    """Return the recipe, with defaults filled in, as a dict without folders, servers and secrets of this machine."""
     sections = recipe.model_dump(exclude_none=True, exclude={"runs_dir"})
     if recipe.drafter.init is not None:
         sections["drafter"]["init"] = _public(recipe.drafter.init)

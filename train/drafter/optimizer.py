@@ -4,7 +4,7 @@ Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matr
 orthogonal rows or columns. `torch.optim.Muon` computes it; its `match_rms_adamw` scales the update to the size of
 AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that rates of both are of the same order.
 
-Embeddings, [MASK] vectors, norms, biases and heads over the vocabulary stay with AdamW, as in both sources. So do
+AdamW updates embeddings, [MASK] vectors, norms, biases and heads over the vocabulary, as in both sources, and the
 weights that a kind trains at a separate rate (`Drafter.learning_rate_factors`).
 """
 
@@ -37,7 +37,7 @@ def muon_parameters(drafter: Drafter) -> list[str]:
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for some parameter groups and AdamW for the others, with one list of groups and one state.
+    """Optimizer that updates some parameter groups by Muon and the others by AdamW, with a common state.
 
     Schedulers, checkpoints and FSDP2 see an ordinary optimizer. A group with the key `momentum` is Muon's.
 
@@ -67,10 +67,10 @@ class MuonWithAdamW(Optimizer):
 
 
 def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) -> MuonWithAdamW:
-    """Move a drafter's matrices from a new AdamW to Muon, each with the weight decay of its group.
+    """Build the optimizer that updates a drafter's matrices by Muon and its other weights by the given AdamW.
 
     Args:
-        adamw: Optimizer whose groups hold the drafter's parameters; it has not made a step.
+        adamw: Optimizer of the drafter's parameters, without a step yet; matrices keep its weight decay.
         learning_rate: Muon's learning rate.
 
     Raises:
@@ -78,7 +78,7 @@ def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) ->
     """
     if not isinstance(adamw, torch.optim.AdamW):
         raise UserError(
-            "key `train.optim`: train.optimizer=muon updates the other weights by torch's AdamW: leave it out"
+            "key `train.optim`: leave it out, as train.optimizer=muon updates the other weights by torch's AdamW"
         )
     wanted = set(muon_parameters(drafter))
     matrices = {parameter for name, parameter in drafter.named_parameters() if name in wanted}
@@ -96,7 +96,7 @@ def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) ->
 
 
 def apply_learning_rate_factors(optimizer: Optimizer, drafter: Drafter) -> None:
-    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
+    """Multiply the learning rates of a new optimizer by `Drafter.learning_rate_factors`, by splitting its groups."""
     factors = drafter.learning_rate_factors
     if not factors:
         return

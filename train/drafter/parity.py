@@ -1,11 +1,11 @@
 """Train = decode: what training computes for group t must be what the decoder drafts after prefix t.
 
 A shift by one between the two is the classic mistake of drafters: the loss looks fine and nothing is ever accepted. It
-does not depend on the weights, so it is found before the first step: a new drafter, moved off its initial values
-(zeros and ones hide mistakes), is given one row of data in one training forward and, piece by piece as in the
-verification loop, in decoding.
+does not depend on the weights, so it is found before the first step: a new drafter, with noise on its initial values
+(zeros and ones hide mistakes), reads one example in one training forward, and again in decoding, piece by piece as in
+the verification loop.
 
-Shapes: S tokens of the row, G depths, F features, V vocabulary.
+Shapes: S tokens of the example, G depths, F features, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ COMMITTED_AT_ONCE = (1, 2, 4, 1, 1, 3)  # tokens a round commits: one, and sever
 
 @dataclass(frozen=True)
 class Difference:
-    """How far training and decoding are apart at one depth after one prefix, in standard deviations of the logits."""
+    """Difference between the logits of training and decoding at one depth after one prefix, in standard deviations."""
 
     prefix_tokens: int
     depth: int
@@ -50,17 +50,17 @@ def worst_difference(
     features: Tensor | None,
     prefixes: Sequence[int],
 ) -> Difference:
-    """Return the largest difference between `group_logits` and the decoder's logits, and its place.
+    """Return the largest difference of logits between training (`Drafter.group_logits`) and the drafter's decoder.
 
     Args:
         drafter: In eval mode, in fp32 or fp64.
-        target: Gives the features where `features` is None.
-        input_ids: [S] or [1, S], a real row.
+        target: Computes the features if `features` is None.
+        input_ids: [S] or [1, S], token ids of an example.
         features: [S, F] or [1, S, F] of the target, AT each token.
         prefixes: Ascending numbers of committed tokens, from 2 to S, after which the decoder drafts.
 
     Returns:
-        Of size `inf` where one side gives NaN, or -inf where the other does not.
+        The difference and its place. Its size is inf if one side has NaN, or -inf where the other has not.
     """
     ids_s = input_ids.reshape(-1)
     length = len(ids_s)
@@ -86,7 +86,7 @@ def worst_difference(
 
 
 def perturb(drafter: Drafter, seed: int = SEED) -> None:
-    """Move every parameter a little off its initial value, the same way each time."""
+    """Add a little noise, drawn with `seed`, to every parameter of a new drafter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -96,7 +96,7 @@ def perturb(drafter: Drafter, seed: int = SEED) -> None:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of comparing training with decoding.
+    """Result of comparing a drafter's training with its decoding.
 
     worst: largest difference of logits. drafts: number of compared prefixes. row_tokens: length of the example.
     parameters: number of trainable parameters.
@@ -111,13 +111,13 @@ class Parity:
 def check_parity(
     kind: str, options: dict[str, Any], target: PreTrainedModel, rows: list[TokenizedConversation]
 ) -> Parity:
-    """Compare training with decoding for a new drafter on one of the rows. Turns a half-precision target to fp32.
+    """Compare training with decoding for a new drafter on one example. Converts a half-precision target to fp32.
 
     Args:
         kind: `drafter.kind` of the recipe.
         options: `drafter.options` of the recipe.
-        target: Any; a drafter may change it.
-        rows: A sample of the data; ids counting upwards do where no row of it can be used.
+        target: The target model; the drafter may change it.
+        rows: Examples to choose from; if none can be used, one is made up.
 
     Raises:
         UserError: The kind or an option is wrong, or the target is not supported.
@@ -153,7 +153,7 @@ def _usable(rows: list[TokenizedConversation], vocabulary: int) -> list[Tokenize
 
 
 def loop_like_prefixes(length: int) -> list[int]:
-    """Return prefixes of a row of `length` tokens: half are the prompt, then rounds commit one token or several."""
+    """Return prefix lengths of an example as in decoding: half of it as prompt, then one or more tokens a round."""
     prefixes, committed = [max(2, length // 2 + 1)], cycle(COMMITTED_AT_ONCE)
     while (following := prefixes[-1] + next(committed)) <= length:
         prefixes.append(following)
@@ -163,7 +163,7 @@ def loop_like_prefixes(length: int) -> list[int]:
 def drafted_logits(
     drafter: Drafter, decoder: DrafterDecoder | StepwiseDecoder, following_s: Tensor, vocabulary: int
 ) -> Iterator[Tensor]:
-    """Yield logits [V] of depths 1, 2, ...; a stepwise drafter is given the true tokens that follow.
+    """Yield the decoder's logits [V] at depths 1, 2, ...; a stepwise decoder reads the true tokens `following_s`.
 
     Raises:
         TypeError: The decoder has `begin`, and lacks other members of a `StepwiseDecoder`.

@@ -1,4 +1,4 @@
-"""`drafter/training.json`: what training did. It is written last, so where it is, training is finished."""
+"""Report of a training, read from `drafter/training.json`, which is written last, when training has finished."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ WORTH_SAYING_FRAC = 0.05  # of the time
 
 @dataclass
 class TrainReport(Training):
-    """The training log of a drafter's folder.
+    """Figures of a drafter's training, read from `training.json` in its folder.
 
-    was_finished: training had finished before this call, which did nothing.
+    was_finished: whether training had finished before this call, which then trained nothing.
     """
 
     folder: Path = Path()
@@ -26,23 +26,23 @@ class TrainReport(Training):
 
     @property
     def last_log(self) -> dict[str, float]:
-        """The last loss and accuracies that were logged, on training rows."""
+        """Return the last logged loss and accuracies on training examples, by the log's keys; empty without a log."""
         return next((entry for entry in reversed(self.history) if "loss" in entry), {})
 
     @property
     def heldout(self) -> dict[str, float]:
-        """Figures of these weights on the held-out examples; empty if there are none."""
+        """Return the figures of the saved weights on the held-out examples, by the log's keys; empty without them."""
         evaluations = [entry for entry in reversed(self.history) if "eval_loss" in entry]
         return next((entry for entry in evaluations if self.best_step in (None, entry["step"])), {})
 
     @property
     def heldout_accuracy(self) -> list[float]:
-        """Share of correct tokens at each depth, on the held-out examples."""
+        """Return the share of correct draft tokens at each depth, on the held-out examples."""
         return [value for _, value in by_depth(self.heldout, "eval_accuracy_depth")]
 
     @property
     def heldout_tau(self) -> list[float]:
-        """Tau of greedy chains of 1, 2, ... draft tokens, on the held-out examples."""
+        """Return tau with greedy chains of 1, 2, ... draft tokens, on the held-out examples."""
         return [value for _, value in by_depth(self.heldout, "eval_tau_depth")]
 
     @property
@@ -54,7 +54,7 @@ class TrainReport(Training):
         return [value for _, value in by_depth(self.last_log, "accuracy_depth")]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for programs; every log of the training is in the folder's `training.json`."""
+        """Return the main figures as JSON values for programs; the full log is in the folder's `training.json`."""
         kept = ("steps", "best_step", "stopped_early", "epochs", "tokens", "wall_time_s", "rows", "batch_size")
         return {
             "folder": str(self.folder),

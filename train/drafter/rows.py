@@ -4,15 +4,15 @@ Conversations are ordered by a hash of their tokens: the first ones are held out
 adding data moves no conversation to the other side, and drafters trained on any part of the data are measured on the
 same examples. All examples of a conversation (some templates give several) are on the same side.
 
-Packing puts several conversations into one row, so that almost nothing of a batch is padding. The conversations of a
-row are chosen once, by their lengths alone (best-fit decreasing). Position ids restart with each document: from that
-the attention masks of the target (transformers) and of drafters (`models/groups/layout.py`) end at the borders, and so
-do the features that a group reads. The loss equals that of the documents in separate rows.
+Packing puts several conversations (documents) into one row, so that almost nothing of a batch is padding. A row's
+documents are chosen once, by their lengths alone (best-fit decreasing). Position ids restart with each document. By
+them the attention masks of the target (transformers) and of drafters (`models/groups/layout.py`) end at its borders,
+and so do the features that a group reads. The loss equals that of the documents in separate rows.
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
 group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
-this equals the decoding loop, except for the target's ties. Held-out answers are whole for it: copies that
-`data.loops: mask` takes out of training have their loss again. Thoughts that `data.reasoning: mask` leaves out are not
+this equals the decoding loop, except for the target's ties. For the replay held-out answers are whole: copies that
+`data.loops: mask` leaves out of the training loss are in again. Thoughts that `data.reasoning: mask` leaves out are not
 replayed. The held-out loss is a mean over batches, weighted by their labels: their size changes it a little.
 
 Shapes: B batch, S sequence, D hidden, G depths.
@@ -51,9 +51,9 @@ EMPTY_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
 
 def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset | None]:
-    """Split the examples into training and held-out ones, all with their numbers (`ROWS_COLUMN`).
+    """Split `tokens` into training and held-out examples (or None); `ROWS_COLUMN` has their row numbers in `tokens`.
 
-    Held-out answers have loss on their copies too (`with_copies`).
+    Held-out answers carry loss on copies too (`TokenizedConversation.with_copies`).
 
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
@@ -93,8 +93,8 @@ def _place(ids_s: np.ndarray) -> float:
 def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Pack documents into rows of at most `row_tokens` tokens; a longer document gets a separate row.
 
-    The longest document is placed first, each into the fullest row that has room for it, of equally full rows into the
-    last one. Returns the documents' indices by row; rows are in the order of their longest document.
+    The longest document is placed first. Each goes into the fullest row that has room for it, the last of equally full
+    ones. Returns the documents' indices by row; rows are in the order of their longest document.
     """
     rows: list[list[int]] = []
     of_room: dict[int, list[int]] = {}  # rows by the tokens that they still hold
@@ -121,7 +121,7 @@ def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`."""
+    """Join examples to one packed row: `input_ids`, `loss_mask`, and `position_ids`, from 0 in each example."""
     return {
         "input_ids": np.concatenate([row["input_ids"] for row in rows]),
         "loss_mask": np.concatenate([row["loss_mask"] for row in rows]),
@@ -130,11 +130,11 @@ def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Dataset of packed rows, read on access, with the documents' numbers, by which cached features are found.
+    """Dataset of packed rows, joined on access; `ROWS_COLUMN` has the examples' row numbers in the feature cache.
 
     Args:
-        tokens: Examples as `split_rows` gives them.
-        row_tokens: Longest packed row.
+        tokens: Examples as `split_rows` returns them.
+        row_tokens: Most tokens of a packed row.
     """
 
     def __init__(self, tokens: Dataset, row_tokens: int) -> None:
@@ -154,7 +154,7 @@ def check_packing(target: PreTrainedModel) -> None:
     """Check by one short forward that the target keeps packed documents apart.
 
     Raises:
-        UserError: The target does not keep them apart: its architecture builds its mask in another way.
+        UserError: The target lets packed documents attend to one another.
     """
     if not keeps_documents_apart(target):
         raise UserError(
@@ -169,9 +169,8 @@ def check_packing(target: PreTrainedModel) -> None:
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return `input_ids`, `loss_mask`, `attention_mask` and, if packed, `position_ids`: [B, S], S the longest row.
 
-    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss;
-    so any id does for it, and none that the tokenizer might also use as an end token is needed.
-    Of no rows it is a row of padding, whose `attention_mask` is 0 (see `EvenBatches`).
+    Padding is on the right, where causal attention alone keeps it out of every real token, and carries no loss, so its
+    token id (0) does not matter. No rows give one row of padding, whose `attention_mask` is 0 (see `EvenBatches`).
     """
     if not rows:
         batch = collate_right_padded([EMPTY_ROW])
@@ -192,7 +191,7 @@ def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class FeatureCollator:
-    """Collator like `collate_right_padded` that adds `features` [B, S, F] from the cache, zeros at padding."""
+    """Collator like `collate_right_padded` that also reads `features` [B, S, F] from the cache; zeros at padding."""
 
     def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
         self._cache = cache
@@ -213,10 +212,10 @@ class FeatureCollator:
 
 
 class EvenBatches(BatchSampler):
-    """The batches of all processes together, followed by empty ones up to a multiple of the number of processes.
+    """Batch sampler for all processes, with empty batches appended up to a multiple of the number of processes.
 
-    accelerate fills the last batches of an epoch with rows from its beginning. Here no row is dropped and none is
-    doubled: batches stay as short as they are, and a process for which there is none gets an empty one, which
+    accelerate fills the last batches of an epoch with rows from the epoch's start. Here every row comes exactly once:
+    the last batch may be shorter, and a process for which no batch is left gets an empty one, which
     `collate_right_padded` turns into padding.
     """
 
@@ -228,7 +227,7 @@ class EvenBatches(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the rows, on which accelerate sets the epoch."""
+        """Return the sampler of the rows, on which accelerate sets the epoch."""
         return self._batches.sampler
 
     @sampler.setter
@@ -247,9 +246,9 @@ class EvenBatches(BatchSampler):
 
 
 class RowsByLength(LengthGroupedSampler):
-    """The sampler of rows of similar length, whose order depends on the seed and the epoch alone.
+    """Sampler that groups rows of similar length; its order depends on the seed and the epoch alone.
 
-    transformers' own draws from torch's global generator, whose state in a resumed epoch is another one.
+    transformers' own sampler draws from torch's global generator, whose state differs when an epoch is resumed.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -258,12 +257,12 @@ class RowsByLength(LengthGroupedSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration gives."""
+        """Set the epoch, which decides the order of the next iteration."""
         self.generator = torch.Generator().manual_seed(self._seed + epoch)
 
 
 def even_out(loader: DataLoader) -> DataLoader:
-    """Set `EvenBatches` in a loader that accelerate has prepared, if there are several processes."""
+    """Make a loader that accelerate has prepared use `EvenBatches`, if there are several processes; return it."""
     shard = getattr(loader, "batch_sampler", None)
     if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
         shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
@@ -277,8 +276,8 @@ def even_out(loader: DataLoader) -> DataLoader:
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
     """Return a batch's contribution to the sums of `heldout_metrics`: [1 + 6G], float64 on the CPU.
 
-    The loss times the number of labels; `DrafterOutput.depth_sums`; for greedy chains of 1, ..., G draft tokens the
-    committed tokens and the rounds.
+    In order: 1 loss times the number of labels; 4G `DrafterOutput.depth_sums`; of greedy chains of 1, ..., G draft
+    tokens, G numbers of committed tokens and G numbers of rounds.
     """
     sums_4g = output.depth_sums.cpu()
     chains_2g = torch.tensor(replayed_chains(output.correct_bgs, loss_mask_bs), dtype=torch.float64)
@@ -286,7 +285,7 @@ def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
 
 
 def heldout_metrics(sums: Tensor) -> dict[str, float]:
-    """Return the mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
+    """Return metrics from summed `heldout_sums`: loss; by depth d loss, accuracy and tau of chains of d tokens."""
     losses, correct, counts, counts_in_head, tokens, rounds = sums[1:].view(6, -1).tolist()
     metrics = {"eval_loss": float(sums[0]) / max(1.0, sum(counts))}
     for j, count in enumerate(counts):
@@ -300,11 +299,11 @@ def heldout_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def replayed_chains(correct_bgs: Tensor, loss_mask_bs: Tensor) -> list[list[float]]:
-    """Return the tokens committed, then the rounds, of greedy chains of 1, 2, ..., G tokens over all answers.
+    """Replay answers with greedy chains of 1, 2, ..., G tokens; return their G committed tokens and G rounds.
 
     Args:
-        correct_bgs: Whether depth j of the group at t is the token x_{t+1+j}; False where there is no label.
-        loss_mask_bs: 1 at the tokens of answers, without holes. An answer's first token comes from the prefill.
+        correct_bgs: [B, G, S], whether depth j of the group at t is the token x_{t+1+j}; False without a label.
+        loss_mask_bs: [B, S], 1 at answers' tokens, without holes. An answer's first token comes from the prefill.
     """
     right_bs = correct_bgs.long().cumprod(1).sum(1).tolist()
     depths = correct_bgs.shape[1]
@@ -327,5 +326,5 @@ def _count_rounds(right_s: list[int], first: int, last: int, depth: int) -> int:
 
 
 def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
-    """Return the first and last token of every run of ones; with `data.loops: mask` an answer may be several."""
+    """Return (first, last) of every run of ones in a loss mask; with `data.loops: mask` an answer may have several."""
     return [(begin, end - 1) for begin, end in runs_of_ones(mask_s)]

@@ -39,14 +39,14 @@ class ShownTraining(TrainerCallback):
 
 
 class TrainingBar(ProgressCallback):
-    """transformers' progress bar, without its own lines."""
+    """transformers' progress bar, without the lines that it prints for logs."""
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass
 
 
 def line_of(logs: dict[str, float], left_s: float | None) -> str:
-    """Format a record in one line; with the remaining time unless it is of held-out examples."""
+    """Format a record of `Trainer.log` in one line; `left_s`, the remaining time, is for training records only."""
     prefix = HELD_OUT_PREFIX if f"{HELD_OUT_PREFIX}loss" in logs else ""
     parts = [f"{'held-out: ' if prefix else ''}loss {float(logs[f'{prefix}loss']):.2f}"]
     accuracy = [f"{100 * value:.0f}" for _, value in by_depth(logs, f"{prefix}accuracy_depth")]
@@ -60,7 +60,7 @@ def line_of(logs: dict[str, float], left_s: float | None) -> str:
 
 
 def by_depth(logs: dict[str, float], prefix: str) -> list[tuple[int, float]]:
-    """Return (depth, value) of the keys with this prefix, ascending by depth."""
+    """Return (depth, value) of the log's keys that are `prefix` and a depth, ascending by depth."""
     found = ((key.removeprefix(prefix), float(value)) for key, value in logs.items() if key.startswith(prefix))
     return sorted((int(depth), value) for depth, value in found if depth.isdigit())
 

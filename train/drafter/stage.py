@@ -94,7 +94,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac)
     if args.eval_strategy != "no" and to_eval is None:
         raise UserError(
-            f"key `train.eval_strategy`: {args.eval_strategy.value} needs rows to evaluate on: keep some out of "
+            f"key `train.eval_strategy`: {args.eval_strategy.value} needs held-out examples: hold some out of "
             "training with data.eval_rows_frac=0.02"
         )
     with outside_the_launch():

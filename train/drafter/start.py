@@ -4,10 +4,10 @@ Tensors with the same name and shape are copied; parameters are named by their f
 EAGLE drafter correspond to those of a parallel one. All others keep the initial values of the new drafter's kind.
 
 The trained drafter's draft vocabulary is used only if it has trained rows for these tokens (its own heads, or a Markov
-head's W2). If its head is the target's, nothing of the vocabulary was trained, and the tokens are those most frequent
-in this run's answers, as for a new drafter, and then the trained drafter's, since few answers have few tokens.
+head's W2). If its head is the target's, no such rows were trained. The draft vocabulary then has the most frequent
+tokens of this run's answers, as for a new drafter, and then those of the trained drafter, if the answers have too few.
 
-A checkpoint that was published for an engine is imported first, by itself.
+A checkpoint that was published for an engine is imported first, automatically.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from draftsmith.recipes.schema import Recipe
 
 
 def start_folder(recipe: Recipe) -> Path | None:
-    """Return the folder of the drafter that the recipe's starts from; None if it starts from none.
+    """Return the folder of the trained drafter that `drafter.init` names; None if the recipe does not set it.
 
     Raises:
         UserError: The folder does not exist, its drafter is not trained yet, or it cannot be imported.
@@ -57,10 +57,10 @@ def start_folder(recipe: Recipe) -> Path | None:
 
 @torch.no_grad()
 def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
-    """Copy the tensors that the trained drafter in `folder` shares with this new one.
+    """Copy the tensors of the trained drafter in `folder` that a new drafter has too; return a record of it.
 
     Args:
-        drafter: The new drafter, attached and prepared.
+        drafter: The new drafter, attached to its target, with its draft vocabulary prepared.
         folder: Folder of the trained drafter.
         source: Name of the trained drafter in messages.
 
@@ -79,8 +79,8 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
         options = ", ".join(f"{key}={old}" for key, (old, new) in values.items() if old != new)
         raise UserError(
             f"key `drafter.init`: {some_of(other_shapes)} of {source} has another shape ({name} "
-            f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe the `drafter.options` that "
-            f"shape it, of those that differ: {options}"
+            f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe the trained "
+            f"drafter's `drafter.options` that decide the shape, of those that differ: {options}"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
     vocabulary, its_rows = drafter.vocab_names, drafter.vocab_row_names
@@ -96,7 +96,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     if len(read) == len(theirs_read) and read != theirs_read:
         raise UserError(
             f"key `drafter.init`: {source} was trained on features of the target's layers {list(theirs_read)}, not "
-            f"{list(read)}: set drafter.options.feature_layers to those"
+            f"{list(read)}: set drafter.options.feature_layers to the former"
         )
     anew = drafter.vocab_coverage
     for name in taken:
@@ -114,7 +114,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     elif vocabulary:
         words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
         if anew is not None and (now := drafter.vocab_coverage) is not None:
-            words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
+            words += f", which cover {now.coverage:.2%} of this run's answer tokens (a new one: {anew.coverage:.2%})"
     file = folder / IMPORT_FILE
     notes = read_json(file, Imported, "delete the folder and import again").assumed if file.is_file() else None
     return Start(source, kind, weights_sha256(folder), fresh, unused, words, notes)

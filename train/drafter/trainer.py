@@ -1,6 +1,6 @@
-"""`transformers.Trainer` with a frozen target in the same step, and the loss and accuracy of every depth in the log.
+"""`transformers.Trainer` for drafters, with the loss and accuracy of every depth in the log.
 
-Or with the target's features from disk (`features/cache.py`) or from servers (`features/served.py`).
+The target's features are computed in the same step, or read from disk (`cache.py`) or from servers (`served.py`).
 
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
@@ -70,10 +70,10 @@ SAME_SIGNAL_S = 1.0
 class Progress(TrainerCallback, ExportableState):
     """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. waited_s: of
-    these, the seconds of waiting for batches, which servers of features may make long. unlogged_steps,
-    unlogged_loss, unlogged_4g: steps, their losses and their `DrafterOutput.depth_sums`, since the last log.
-    logged_tokens, logged_s: totals at the last log.
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. waited_s: the
+    part of elapsed_s spent waiting for batches, as from slow servers of features.
+    unlogged_steps, unlogged_loss, unlogged_4g: steps, their losses and `DrafterOutput.depth_sums` since the last log.
+    logged_tokens, logged_s: `tokens` and `elapsed_s` at the last log.
     """
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class Progress(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": attributes}
 
     def add(self, tokens: int, loss: float, sums_4g: Tensor) -> None:
-        """Add the tokens, the losses and the sums over labels since the last call."""
+        """Add tokens, summed losses and `DrafterOutput.depth_sums` [4, G] of the steps since the last call."""
         self.tokens += tokens
         self.unlogged_loss += loss
         earlier = torch.tensor(self.unlogged_4g).to(sums_4g) if self.unlogged_4g else 0.0
         self.unlogged_4g = (earlier + sums_4g).tolist()
 
     def take_log(self) -> dict[str, float]:
-        """Return the means over steps and over the labels of each depth since the last log, and tokens per second."""
+        """Return mean loss, loss and accuracy by depth, and tokens/s since the last log; reset these sums."""
         logs = {"loss": self.unlogged_loss / self.unlogged_steps}
         for depth, (loss, correct, count, in_head) in enumerate(zip(*self.unlogged_4g, strict=True), start=1):
             if in_head:
@@ -123,15 +123,15 @@ class Progress(TrainerCallback, ExportableState):
 
 
 class DrafterTrainer(Trainer):
-    """Trains a drafter on the features that its target computes in the same step (online: nothing on disk).
+    """Trainer of a drafter on the features that its target computes in the same step (online: nothing on disk).
 
-    `dataset` is that of the tokens, or its `PackedRows`. With a cache the features come from there, by the numbers in
-    `ROWS_COLUMN`, and the target does not run.
+    `dataset` has the examples, or packed rows of them. With a `cache` the features are read from it, by the numbers in
+    the dataset's `ROWS_COLUMN`, and the target does not run.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
 
-    Methods are in the order in which the Trainer calls them: loaders, optimizer, then of a step its batches, loss and
-    gradient's norm, and after it log, checkpoint and evaluation. What resumes a training comes last.
+    Methods are in the order in which the Trainer calls them: loaders, optimizer; a step's batches, loss and gradient
+    norm; then log, checkpoint and evaluation. Methods that resume a training come last.
     """
 
     args: DrafterTrainingArguments
@@ -201,11 +201,11 @@ class DrafterTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Return a step's micro-batches, and the labels [2, G] of all of them, on all processes, for each depth's mean.
+        """Return an optimizer step's micro-batches, and its label counts [2, G] over all processes (G depths).
 
-        Each gets its groups, as the labels must be counted before the first forward, and the generator that has drawn
-        their rows, for the draws of its forward. (transformers would count the labels of a single depth, from a column
-        that the batches do not have.)
+        Row 0 counts the labels at each depth, row 1 those that the drafter's head has. Each batch gets `groups`, as
+        labels are counted before the first forward, and `generator`, for random draws of its rows and in its forward.
+        (transformers would count the labels of one depth, from a column that the batches do not have.)
         """
         begin_s = time.monotonic()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -237,10 +237,10 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """Return the micro-batch's part of the loss of the global batch.
+        """Return a micro-batch's part of the loss of the optimizer step, times the number of processes.
 
         Args:
-            num_items_in_batch: Label counts [2, G] of the global batch, from `get_batch_samples`.
+            num_items_in_batch: The step's label counts [2, G] at its G depths: all labels, and those in the head.
         """
         self._drafter.generator = inputs["generator"]
         output = self._forward(model, inputs, num_items_in_batch)
@@ -287,8 +287,8 @@ class DrafterTrainer(Trainer):
         if not math.isfinite(whole):
             raise UserError(
                 f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
-                f"{whole}), and nothing of it was saved: lower train.learning_rate or train.max_grad_norm under "
-                "another `name`"
+                f"{whole}), and the step was not saved: lower train.learning_rate or train.max_grad_norm, and "
+                "train under another `name`"
             )
         return norm
 
@@ -329,9 +329,9 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Log and return the accuracy by depth and the tau of a chain on the held-out examples.
+        """Log and return loss, accuracy by depth and tau of greedy chains on the held-out examples.
 
-        It does not use the training's random generators, so that it does not change the training.
+        The random generators of training are not used, so that evaluating does not change the training.
         """
         model, sums = self.model_wrapped, []
         model.eval()
@@ -352,16 +352,16 @@ class DrafterTrainer(Trainer):
         return metrics
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the last step's weights, unless that was done, or the best ones have replaced them."""
+        """Evaluate the last step's weights, unless this was done already or the best weights are kept instead."""
         is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
         if self.eval_dataset is not None and not is_done and not self.args.load_best_model_at_end:
             self.evaluate()
 
     def restore_counts(self, checkpoint: Path) -> bool:
-        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores the rest.
+        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores all other state.
 
         Returns:
-            Whether the training was finished when the checkpoint was written, by its steps or by validation.
+            Whether training had finished when the checkpoint was written, by its last step or by early stopping.
         """
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         saved = state["stateful_callbacks"]
@@ -372,9 +372,9 @@ class DrafterTrainer(Trainer):
         return self.stopped_early or bool(state["global_step"] >= state["max_steps"])
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore the state and the weights that training ended with: the best ones if these are wanted.
+        """Restore the state and weights of a finished training: the best weights with `validation.keep: best`.
 
-        From a checkpoint of the last step transformers' Trainer would train one more.
+        From a checkpoint of the last step transformers' Trainer would train one more step.
 
         Raises:
             UserError: The checkpoint of the best weights is gone.
@@ -394,13 +394,13 @@ class DrafterTrainer(Trainer):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation whose weights were saved, if the recipe keeps the best ones."""
+        """Return the step whose weights are kept as the best by validation; None if the recipe keeps the last."""
         best = self.state.best_model_checkpoint
         return int(best.rpartition("-")[2]) if self.args.load_best_model_at_end and best else None
 
     @property
     def stopped_early(self) -> bool:
-        """Whether validation ended the training."""
+        """Return whether early stopping (`validation.patience`) ended the training."""
         return any(
             isinstance(each, EarlyStoppingCallback)
             and each.early_stopping_patience_counter >= each.early_stopping_patience
@@ -409,7 +409,7 @@ class DrafterTrainer(Trainer):
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
-    """Return the random generator of a micro-batch, independent of its process and of resuming.
+    """Return a micro-batch's random generator, the same on any process and after resuming.
 
     Args:
         step: Number of finished optimizer steps.

@@ -31,7 +31,7 @@ SERVED_WORKERS, SERVED_BATCHES = 4, 4
 
 @dataclasses.dataclass
 class DrafterTrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments`, and which optimizer updates the drafter's matrices.
+    """`transformers.TrainingArguments` and the optimizer of the drafter's matrices with its learning rate.
 
     Args:
         optimizer: `adamw` for all weights, or `muon` for the matrices of linear layers (`muon_with_adamw`).
@@ -59,7 +59,7 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
     """Return the arguments of a recipe's training, with those that `validation` needs.
 
     Args:
-        processes: Number of processes of a launch that is planned; None: that of this launch.
+        processes: Number of processes to plan for; None: as many as were launched.
 
     Raises:
         UserError: A key of `train` does not exist or has a wrong value, or `validation` contradicts other keys.
@@ -84,10 +84,11 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
 def training_arguments(
     values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False, processes: int | None = None
 ) -> DrafterTrainingArguments:
-    """Build `TrainingArguments` from our defaults and `values`, with the global batch split over the processes.
+    """Build the Trainer's arguments from our defaults and `values`, with the global batch split over the processes.
 
     Args:
-        processes: Number of processes of a launch that is planned; None: that of this launch.
+        values: The recipe's section `train`.
+        processes: Number of processes to plan for; None: as many as were launched.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
@@ -116,8 +117,8 @@ def training_arguments(
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
     if checked.get("average_tokens_across_devices") is False:
         raise UserError(
-            "key `train.average_tokens_across_devices` cannot be false: a step's loss is a mean over the labels of all "
-            "processes: leave it out"
+            "key `train.average_tokens_across_devices` cannot be false, as a step's loss is a mean over all processes' "
+            "labels: leave it out"
         )
     if checked.get("gradient_checkpointing"):
         raise UserError("key `train.gradient_checkpointing`: drafters do not support it: leave it out")
@@ -145,15 +146,15 @@ def _split_global_batch(values: dict[str, Any], processes: int) -> dict[str, Any
         rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
         if processes > 1 and is_first_process():
             logger.warning(
-                "%d processes make steps of %s rows, not the %s of one: set train.%s in place of "
-                "train.per_device_train_batch_size to keep a step's rows whatever is launched",
+                "%d processes train on %s rows per step, one process would on %s: set train.%s in place of "
+                "train.per_device_train_batch_size for as many with any number of processes",
                 processes, rows * processes, rows, GLOBAL_BATCH,
             )  # fmt: skip
         return values
     global_batch = values.pop(GLOBAL_BATCH)
     most = values.get("per_device_train_batch_size", global_batch)
     if "gradient_accumulation_steps" in values:
-        raise UserError(f"key `train.gradient_accumulation_steps`: leave it out, as train.{GLOBAL_BATCH} gives it")
+        raise UserError(f"key `train.gradient_accumulation_steps`: leave it out: train.{GLOBAL_BATCH} decides it")
     if not 0 < most <= global_batch:
         raise UserError(
             f"key `train.per_device_train_batch_size` is {most}: it is the number of rows in one forward pass of a "

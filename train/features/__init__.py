@@ -1,5 +1,5 @@
-"""What drafters read of the target, written to disk before training, or given by servers of the target during it.
+"""The target's hidden states that drafters read: from disk, written before training, or from servers during training.
 
-`write` is the stage, `cache` the format and what the trainer reads; `served` reads from servers, whose command is in
-`serving`, and `kept` writes what they give. May import `train.processes`.
+`write` is the stage `draftsmith features`, `cache` reads and writes the files; `served` requests hidden states from
+vLLM servers, and `serving` has the command that starts them. May import `train.processes`.
 """

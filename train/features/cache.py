@@ -41,7 +41,7 @@ WRITTEN = b"\1"  # mark of a row
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of features: row `first_row + i` of the dataset has its tokens `offsets[i]` to `offsets[i + 1]`."""
+    """One file of features: row `first_row + i` of the dataset has tokens `offsets[i]` to `offsets[i + 1] - 1`."""
 
     file: str
     first_row: int
@@ -49,7 +49,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.offsets[0] != 0 or self.offsets != sorted(self.offsets):
-            raise ValueError("offsets begin at 0 and rise")
+            raise ValueError("a shard's offsets must start at 0 and ascend")
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class FeatureIndex:
         return sum(shard.tokens for shard in shards) * self.bytes_per_token
 
     def missing(self, folder: Path) -> list[Shard]:
-        """Return the shards that are not written yet."""
+        """Return the shards whose file is not complete in `folder` yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
     def check_matches(
@@ -100,7 +100,7 @@ class FeatureIndex:
         """Check that these features have a recipe's settings and include its layers.
 
         Args:
-            filled: Rows of these layers will be written, so that there can be no others.
+            filled: Whether rows will be written, so that the index must have exactly these layers.
 
         Raises:
             UserError: Settings or layers differ; the message names the first key that differs.
@@ -108,8 +108,8 @@ class FeatureIndex:
         check_same_settings(folder, self.settings, settings, "write the features again")
         if self.layers != layers if filled else not set(layers) <= set(self.layers):
             raise UserError(
-                f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "
-                f"read {list(layers)}: restore these keys, or delete that folder and run `draftsmith features` again"
+                f"{folder} holds layers {list(self.layers)} of the target, but drafter.kind with drafter.options now "
+                f"reads {list(layers)}: restore these keys, or delete that folder and run `draftsmith features` again"
             )
 
     def check_disk_space(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class FeatureIndex:
     def plan(
         layers: tuple[int, ...], hidden_size: int, settings: dict[str, Any], lengths: Sequence[int]
     ) -> "FeatureIndex":
-        """Return the index of features that are not written yet, of rows of these lengths in tokens."""
+        """Return a new index for features that are still to be written. lengths: the tokens of each row."""
         index = FeatureIndex(layers, hidden_size, settings, [])
         return replace(index, shards=cut_into_shards(lengths, index.bytes_per_token))
 
@@ -155,7 +155,7 @@ class FeatureIndex:
 
 
 def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]:
-    """Divide rows of these lengths into shards of at most SHARD_BYTES, in order, with at least one row each."""
+    """Divide rows of these lengths in tokens, in order, into shards of at most 256 MiB and at least one row."""
     shards: list[Shard] = []
     most_tokens = SHARD_BYTES // bytes_per_token
     for row, length in enumerate(lengths):
@@ -166,7 +166,7 @@ def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]
 
 
 class FeatureCache:
-    """The target's features in a run's folder, by row; a row is there once it is written.
+    """Reader and writer of the target's features in a run's folder, row by row; a row is one tokenized example.
 
     Args:
         folder: `runs/<name>/features`.
@@ -181,7 +181,7 @@ class FeatureCache:
 
     @property
     def width(self) -> int:
-        """Return F, the size of a token's features."""
+        """Return F, the number of features of one token: the hidden size times the number of layers."""
         return len(self._layers) * self._index.hidden_size
 
     @property
@@ -189,7 +189,7 @@ class FeatureCache:
         return self._index.dtype
 
     def check_complete(self) -> None:
-        """Check that every row is there, and that the files hold what the index says.
+        """Check that every row is written, and that the files hold what the index says.
 
         Raises:
             UserError: A shard is missing, damaged, or contradicts the index.
@@ -203,7 +203,7 @@ class FeatureCache:
             self._opened(shard)
 
     def has(self, row: int) -> bool:
-        """Return whether a row can be read."""
+        """Return whether a row of the dataset has been written, so that it can be read."""
         shard, place = self._place(row)
         if (self._folder / shard.file).is_file():
             return True
@@ -214,10 +214,10 @@ class FeatureCache:
             return False
 
     def ask(self, rows: Sequence[int]) -> None:
-        """Do nothing: every row is there. See `ServedFeatures.ask`."""
+        """Do nothing, as rows on disk need no request; `ServedFeatures.ask` requests rows from servers."""
 
     def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
-        """Copy the features of these rows, one after the other, to the beginning of [S, F]."""
+        """Copy the features of these rows of the dataset, one after the other, to the start of `out_sf` [S, F]."""
         done = 0
         for row in rows:
             shard, place = self._place(row)
@@ -231,7 +231,7 @@ class FeatureCache:
             done += end - begin
 
     def write(self, row: int, features_sf: Tensor) -> None:
-        """Write a row's features [S, F] of all layers of the index, in its order, then the row's mark.
+        """Write a row's features [S, F], all layers in the order of the index, then mark the row as written.
 
         Raises:
             OSError: The disk is full.
@@ -248,7 +248,7 @@ class FeatureCache:
             os.pwrite(stream.fileno(), WRITTEN, place)
 
     def finish(self, shard: Shard) -> None:
-        """Name a shard if all of its rows are written, and no process writes to it."""
+        """Rename a shard's file to its final name if all its rows are written; no process may be writing to it."""
         marks, partial = (self._folder / f"{shard.file}{suffix}" for suffix in (".rows", ".partial"))
         if marks.is_file() and marks.read_bytes() == WRITTEN * len(shard.rows):
             os.fsync(self._opened(shard)[0])
@@ -257,7 +257,7 @@ class FeatureCache:
             marks.unlink()
 
     def finish_all(self) -> bool:
-        """Name all shards whose rows are all written, see `finish`; return whether these are all."""
+        """Call `finish` for every shard; return whether all shards are complete."""
         for shard in self._index.shards:
             self.finish(shard)
         return not self._index.missing(self._folder)
@@ -314,7 +314,7 @@ class FeatureCache:
             if not is_right or os.fstat(descriptor).st_size < max(ends):
                 os.close(descriptor)
                 raise UserError(
-                    f"{path} does not hold what {INDEX_NAME} says: delete it, then `draftsmith features` again"
+                    f"{path} does not hold what {INDEX_NAME} says: delete it, run `draftsmith features` again"
                 )
             self._open[path] = descriptor, {layer: begin + found[layer]["data_offsets"][0] for layer in found}
         return self._open[path]
@@ -347,7 +347,7 @@ def check_offline_support(recipe: Recipe) -> None:
 
 
 def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
-    """Return the settings that the features depend on, by recipe key."""
+    """Return the settings that the features depend on (target, tokens, dtype), by recipe key."""
     chosen = recipe.data.features
     settings = {
         **target_settings(recipe),

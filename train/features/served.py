@@ -1,18 +1,18 @@
 """The target's features from vLLM servers that serve it: `data.features.source: server`.
 
-A training process loads of the target what drafters read at any time, its embedding, final norm and LM head, and asks
-the servers for the hidden states of each row when it is about to be trained on. The servers run wherever the target
-fits, with their own tensor parallelism, quantisation and kernels; they write each row into a folder that both sides
-share (`data/engines/vllm_hidden_states.py`), and the reader deletes it.
+A training process loads the target's embedding, final norm and LM head, which drafters always read. It requests the
+hidden states of each row (tokenized example) from the servers shortly before the row is trained on. The servers run
+wherever the target fits, with their own tensor parallelism, quantisation and kernels; they write each row into a folder
+that both sides share (`data/engines/vllm_hidden_states.py`), and the reader deletes it.
 
 Every file is checked: the tokens that were sent, its shape and dtype, and that values are finite. At the start each
-server proves on one row that it serves this target: its most likely tokens must be those of our norm and head on its
-last hidden states. A server that cannot answer gets the request again, or the next one gets it, for `timeout_s`; then
-training stops, and the same command resumes it. No row is ever skipped or replaced.
+server is checked on one row: its most likely tokens must be those of our norm and head on its last hidden states. If a
+server cannot answer, the request is repeated for `timeout_s`, at each server in turn; then training stops, and the same
+command resumes it. No row is ever skipped or replaced.
 
-With `keep` the rows are written into the run's feature files as they come (`cache.py`), which later epochs, and
-trainings with `source: offline`, read; `draftsmith features` fills these files before the training. Rows whose answers
-were distilled with `data.distill.features` are there from the beginning (`data/engines/answer_features.py`).
+With `keep` the rows are written into the run's feature files as they come (`cache.py`). Later epochs, and trainings
+with `source: offline`, read them; `draftsmith features` fills these files before the training. Rows whose answers were
+distilled with `data.distill.features` are stored from the start (`data/engines/answer_features.py`).
 
 Shapes: S tokens of a row, L served layers, D hidden, F = D times the number of layers that the drafter reads.
 """
@@ -57,7 +57,7 @@ TIES_FRAC_HALF = 3e-2
 
 
 def served_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
-    """Return the ids of the layers that the servers extract, ascending: those to read, and always the last one.
+    """Return the ids of the layers that the servers extract, ascending: `layers`, and always the last one.
 
     Layer -1, the final features, is the last layer's output after our copy of the target's final norm.
     """
@@ -65,7 +65,7 @@ def served_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int,
 
 
 def answers_folder(recipe: Recipe, served: tuple[int, ...]) -> Path:
-    """Return the folder for the hidden states of distilled answers, of this target and these served layers alone."""
+    """Return the folder for the hidden states of distilled answers, which depends on target and served layers."""
     settings = [target_settings(recipe), weights_hash(recipe.target), served]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return RunFolder(recipe).features / f"answers-{digest[:16]}"
@@ -74,7 +74,7 @@ def answers_folder(recipe: Recipe, served: tuple[int, ...]) -> Path:
 def open_served(
     recipe: Recipe, tokens: Dataset, tokens_hash: str, target: PreTrainedModel, layers: tuple[int, ...]
 ) -> "ServedFeatures":
-    """Open the features that servers give for training; with `keep` also the run's feature files for them.
+    """Open the features that servers send during training; with `keep` also the files in which they are stored.
 
     Raises:
         UserError: The folder holds features of other settings, the disk is too small for them, or a server does
@@ -100,14 +100,14 @@ def open_served(
 
 
 class ServedFeatures:
-    """The target's features, row by row, from servers; read like a `FeatureCache`.
+    """The target's features from vLLM servers, row by row; read like a `FeatureCache`.
 
     Args:
-        recipe: Its `data.features` is read.
-        tokens: The run's tokens, whose rows are requested by number.
-        target: Has at least its ends.
+        recipe: Recipe whose `data.features` has the servers and settings.
+        tokens: The run's tokenized examples; their row numbers are those of `ask`, `read` and `fetch`.
+        target: The target, with at least its embedding, final norm and LM head.
         layers: Ids of the layers to read, in this order.
-        kept: Where rows of these layers are kept, and taken from once they are there; None: nowhere.
+        kept: Files into which rows are written, and from which written rows are read; None: rows are not stored.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ServedFeatures:
 
     @property
     def width(self) -> int:
-        """Return F, the size of a token's features."""
+        """Return F, the number of features of one token: the hidden size times the number of layers."""
         return len(self._layers) * self._hidden_size
 
     @property
@@ -139,7 +139,7 @@ class ServedFeatures:
         return getattr(torch, self._chosen.dtype)
 
     def ask(self, rows: Sequence[int]) -> None:
-        """Request rows that will be read; at most `in_flight` are requested concurrently."""
+        """Request rows from the servers before they are read, at most `data.features.server.in_flight` concurrently."""
         if self._pool is None:  # in each worker of a data loader its own
             workers = torch.utils.data.get_worker_info()
             self._pool = ThreadPoolExecutor(
@@ -151,7 +151,7 @@ class ServedFeatures:
 
     @torch.no_grad()
     def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
-        """Copy the features of these rows, one after the other, to the beginning of [S, F].
+        """Copy the features of these rows, one after the other, to the start of `out_sf` [S, F].
 
         Raises:
             UserError: No server gives the features, or a server's answer is wrong or damaged.
@@ -186,7 +186,7 @@ class ServedFeatures:
         return asked.result()
 
     def fetch(self, row: int) -> Tensor:
-        """Return the hidden states [S, L, D] of a row, as distilled or from the first server that gives them.
+        """Return a row's hidden states [S, L, D] of the L served layers, as stored in distilling or from a server.
 
         Raises:
             UserError: No server answered within `timeout_s`, or a server refuses the row or its answer is wrong.
@@ -211,7 +211,7 @@ class ServedFeatures:
             attempt += 1
 
     def check_servers(self) -> None:
-        """Check with one row that each server serves this target, its layers and its dtype; not if all rows are there.
+        """Check by one row that each server serves this target, layers and dtype; skipped if all rows are stored.
 
         Raises:
             UserError: A server does not answer, or serves another target or other layers.
@@ -250,7 +250,7 @@ class ServedFeatures:
                 )
 
     def sweep(self) -> None:
-        """Delete old files in the servers' folder that nobody has read, as those of aborted requests."""
+        """Delete unread files over an hour old in the servers' folder, such as those of aborted requests."""
         folder, now_s = Path(self._chosen.server.folder), time.time()
         for file in folder.glob("*.safetensors*"):
             try:
@@ -260,7 +260,7 @@ class ServedFeatures:
                 continue
 
     def finish(self) -> None:
-        """Complete the kept files, once training has ended; by one process."""
+        """Complete the stored feature files after training; call it in one process only."""
         if self._kept is not None and self._kept.finish_all():
             shutil.rmtree(self.answers, ignore_errors=True)
 
@@ -291,11 +291,11 @@ class ServedFeatures:
             read_ids, path = choice.get("prompt_token_ids"), params.get("hidden_states_path")
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):
             raise UserError(
-                f"{url} of data.features.server.urls answers with what is no completion of vLLM's"
+                f"{url} of data.features.server.urls does not answer like vLLM: give a vLLM server's URL"
             ) from None
         if read_ids != ids:
             raise UserError(
-                f"{url} of data.features.server.urls read other tokens than it was sent: it is no vLLM server"
+                f"{url} of data.features.server.urls read other tokens than it was sent: give a vLLM server's URL"
             )
         if not isinstance(path, str):
             raise UserError(f"{url} of data.features.server.urls writes no hidden states: {START_IT}")

@@ -1,4 +1,4 @@
-"""The vLLM servers that give a target's features: `draftsmith serve RECIPE --features`, and those that answer too."""
+"""vLLM servers of a target's hidden states, started by `draftsmith serve RECIPE --features` or for distilling."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def check_answering_servers(recipe: Recipe, tokenizer: Any) -> Path:
 
 
 def server_command(recipe: Recipe) -> list[str]:
-    """Return the words of the command; it listens where the recipe's first URL is, or on port 8000.
+    """Return the command line that starts a vLLM server of features on the port of the first URL, or on 8000.
 
     Raises:
         UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.
@@ -54,10 +54,10 @@ def server_command(recipe: Recipe) -> list[str]:
 
 
 def server_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments that make a server one of features, by vLLM's names.
+    """Return vLLM's arguments, by name, for a server that writes the target's hidden states.
 
-    The server takes rows as long as the longest of the run's tokens, or as `data.max_length_tokens` before there are
-    any (and an answer, where it distils), and one token more, which vLLM generates.
+    `max_model_len` is the length of the run's longest example, or `data.max_length_tokens` before there are examples
+    (plus that of an answer if the server also distils), and one token more, which vLLM generates.
 
     Raises:
         UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.

@@ -1,7 +1,7 @@
 """The features stage: the target's hidden states of all tokens, once, to `runs/<name>/features/`.
 
-The target runs here, or with `data.features.source: server` gives them from its servers. The size is known before
-that, from its config and the tokens. The stage can be killed at any moment: existing shards stay, and the next run
+The target runs in this process or, with `data.features.source: server`, on servers. The size on disk is known before,
+from the target's config and the tokens. The stage can be killed at any moment: existing shards stay, and the next run
 writes the missing ones.
 
 Shapes: B batch, S sequence, F features.
@@ -39,7 +39,7 @@ from draftsmith.train.features.served import ServedFeatures
 
 @dataclass(frozen=True)
 class Projection:
-    """Size and content of the features that `write_features` is going to write."""
+    """Plan of the features that `write_features` is to write: all shards, the missing ones, and their sizes."""
 
     folder: Path
     tokens: Dataset
@@ -56,7 +56,7 @@ class Projection:
         return self.index.bytes_of(self.missing)
 
     def sentence(self) -> str:
-        """Return the size to write in one sentence."""
+        """Describe in one sentence the size of the features on disk, and how much of it is written."""
         index = self.index
         layers = f"{len(index.layers)} layer{'s' if len(index.layers) > 1 else ''}"
         size = (
@@ -88,7 +88,7 @@ def project_features(recipe: Recipe) -> Projection:
     """Compute the size of the features to write. Loads configs and tokens, no weights, and writes nothing.
 
     Raises:
-        UserError: No tokens yet, the drafter cannot be trained on features from disk, or the folder holds others.
+        UserError: No tokens yet, the drafter cannot be trained on features from disk, or others are stored.
     """
     check_offline_support(recipe)
     run = RunFolder(recipe)
@@ -107,10 +107,10 @@ def project_features(recipe: Recipe) -> Projection:
 
 @with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> float:
-    """Write the missing shards of features, and return the seconds that it took.
+    """Write the missing shards of features; return the seconds that this took.
 
     Args:
-        projection: The shards of all tokens, those that are missing, and their size on disk, as told to the user.
+        projection: The shards of all tokens and the missing ones, from `project_features`.
 
     Raises:
         UserError: The target cannot be loaded, a server cannot be used, or there are several processes.
@@ -118,7 +118,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     """
     if process_of_launch()[1] > 1:
         raise UserError(
-            "`draftsmith features` is one process: for several GPUs start vLLM servers of the target by `draftsmith "
+            "`draftsmith features` is one process: to use several GPUs start vLLM servers of the target by `draftsmith "
             "serve RECIPE --features`, and set data.features.source=server"
         )
     begin_s = time.perf_counter()
@@ -138,7 +138,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
 def fill_from_servers(
     recipe: Recipe, tokens: Dataset, index: FeatureIndex, cache: FeatureCache, shards: list[Shard], bar: Progress
 ) -> None:
-    """Write the rows of these shards that are not there yet, as servers give them.
+    """Request the rows of these shards from servers, except rows that are written, and write them.
 
     Raises:
         UserError: A server does not answer, refuses a row, or serves another target or other layers.
@@ -164,7 +164,7 @@ def fill_from_target(
     chosen: FeaturesRecipe,
     bar: Progress,
 ) -> None:
-    """Compute and write a shard's rows.
+    """Compute the features of a shard's rows with the target in this process, and write them.
 
     Rows of similar lengths share a forward; the longest come first, so that too large a batch fails soon.
 

@@ -1,6 +1,6 @@
-"""What a training keeps in memory from step to step, and the FLOPs of a step, from the shapes of target and drafter.
+"""Estimates of the memory that training occupies between steps and of a step's FLOPs, from the models' shapes.
 
-Both models are built without weights. The rows that go through a layer follow from the batch's labels, as in training.
+Target and drafter are built without weights. The rows that pass through a layer follow from the batch's labels.
 Activations are not estimated: `measure.py` runs a step.
 """
 
@@ -31,7 +31,7 @@ ADAMW_STATE_BYTES = 8
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes by part between steps, FLOPs and tokens of a step, and the models without weights."""
+    """Estimated cost of a training step: bytes kept between steps by part (target, ...), FLOPs, and tokens."""
 
     bytes: dict[str, int]
     target_flops: float
@@ -42,12 +42,12 @@ class StepCost:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes that are occupied between steps, summed over all parts."""
+        """Return the bytes of memory that are occupied between steps: the sum over all parts."""
         return sum(self.bytes.values())
 
 
 def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, labelled: int) -> StepCost:
-    """Estimate an optimizer step of one process on rows of `length` tokens, of which the last `labelled` carry loss.
+    """Estimate a step of one process on a batch of rows of `length` tokens; the last `labelled` of each carry loss.
 
     Raises:
         UserError: The target's config cannot be read, an option is wrong, or the kind needs the whole target.
@@ -80,7 +80,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
 
 
 def trained_parameters(drafter: Drafter) -> list[nn.Parameter]:
-    """Return the parameters that training changes."""
+    """Return the drafter's parameters that training changes."""
     return [parameter for parameter in drafter.parameters() if parameter.requires_grad]
 
 
@@ -90,14 +90,14 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def half_dtype(args: DrafterTrainingArguments) -> torch.dtype | None:
-    """Return the dtype of autocast, if training has it."""
+    """Return the 16-bit dtype of training's autocast, or None if training does not use autocast."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def step_flops(
     target: PreTrainedModel, drafter: Drafter, groups: Groups, answer_tokens: int, device_type: str
 ) -> tuple[float, float]:
-    """Return the FLOPs of the target's forward and of all else: 2 for each weight and row, and attention's products."""
+    """Return a step's FLOPs in (target's forward, drafter): 2 per weight and row, and those of attention."""
     config, layers = target.config.get_text_config(), list(getattr(drafter, "layers", []))
     (batch_size, depths, length), context = groups.core_shape, min(groups.first_depth, 1)
     tokens, labels = groups.input_ids.numel(), len(groups.labelled_m)
@@ -122,7 +122,7 @@ def step_flops(
 
 
 def num_weights(module: nn.Module) -> float:
-    """Count the weights that a row is multiplied with; of experts those that a token takes."""
+    """Count the weights that one token is multiplied with; of a mixture of experts only the chosen ones."""
     config = getattr(module, "config", None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / (getattr(config, "num_experts", None) or 1)
     layers = [each for each in module.modules() if not isinstance(each, nn.Embedding)]

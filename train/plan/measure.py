@@ -23,7 +23,7 @@ STEPS = 4  # the first ones allocate, and compile kernels
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Memory of an optimizer step of one process, and its rate, with the rows of all its micro-batches.
+    """Measured memory and speed of optimizer steps in one process, with all micro-batches of a step.
 
     peak_bytes: the most that torch had allocated on a GPU; on a CPU the process's largest resident size, all libraries
     included.

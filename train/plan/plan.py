@@ -1,8 +1,8 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
-What a training keeps in memory and the FLOPs of a step are those of `estimate.py`; disk follows from the number of
-tokens, time from FLOPs and a rate, given or measured. A step's activations are measured (`measure.py`). Where training
-does not fit, the recipe's lines for its largest parts are named.
+`estimate.py` computes the memory between steps and a step's FLOPs; disk follows from the number of tokens, time from
+FLOPs and the device's speed, given or measured. `measure.py` measures a step's activations. If training does not fit,
+the plan names the recipe keys that make its largest parts smaller.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "
 
 @dataclass(frozen=True)
 class Line:
-    """A figure and where it comes from."""
+    """One line of a plan: what is counted, its amount and unit, and how the amount was computed."""
 
     what: str
     amount: float
@@ -66,7 +66,7 @@ class Line:
 class Plan:
     """Result of `draftsmith plan`.
 
-    memory: adds up to `kept_bytes`, followed by the measured step, if there is one. fits: None without `--memory-gib`.
+    memory: parts, their sum `kept_bytes`, and with `--measure` the measured step. fits: None without `--memory-gib`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command line, with its defaults."""
+    """Options of the command `draftsmith plan`, with their defaults: `--memory-gib`, `--peak-tflops`, ..."""
 
     memory_gib: float | None = None
     peak_tflops: float | None = None
@@ -166,14 +166,14 @@ def _verdict(options: PlanOptions, cost: StepCost, step: MeasuredStep | None) ->
     ways_out = [f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest]
     if activations > max(cost.bytes.values()):
         ways_out.insert(0, f"{FEWER_ROWS} (activations: {bytes_text(activations)})")
-    return False, f"does not fit with a tenth left free: {need}; less with {'; or '.join(ways_out)}"
+    return False, f"does not fit with a tenth left free: {need}; to need less, set {'; or '.join(ways_out)}"
 
 
 def training_rows(recipe: Recipe, tokens: Dataset | None) -> tuple[int, int, str]:
-    """Return the tokens and the labels of the largest possible row, and where they come from.
+    """Return the tokens and the labels of the largest possible row of a batch, and in words their source.
 
     All rows of a batch count as long as the longest of the distilled tokens, with the most labels, packed where the
-    recipe packs them. Without any, rows have `data.max_length_tokens`, all with loss.
+    recipe packs them. Without distilled tokens, rows have `data.max_length_tokens`, all with loss.
     """
     length = recipe.data.max_length_tokens
     if tokens is None:
@@ -288,12 +288,12 @@ def _times(
 
 
 def read_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:
-    """Measure how fast this device reads memory, in about a second."""
+    """Measure the bytes per second that this device reads from its memory; takes about a second."""
     return num_bytes / _median_s("values.sum()", values=torch.ones(num_bytes // 4, device=device))
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the rate of products of large square matrices on this device, in about a second."""
+    """Measure the FLOP/s of products of large square matrices on this device; takes about a second."""
     size = 8192 if device.type == "cuda" else 512
     return 2 * size**3 / _median_s("left @ left", left=torch.randn(size, size, device=device).to(dtype))
 
@@ -307,7 +307,7 @@ def _median_s(statement: str, **values: Tensor) -> float:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print the plan."""
+    """Print the plan as a table, with its notes and its verdict."""
     table = Table("", "amount", "how it was computed", box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.columns[1].justify, table.columns[2].overflow = "right", "fold"
     for group in GROUPS:
@@ -324,7 +324,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def format_amount(line: Line) -> str:
-    """Return `15.0 GiB`, `252 M`, `1,234 tokens/s` or `3 h 20 min`."""
+    """Format a line's amount in its unit, as `15.0 GiB`, `252 M`, `1,234 tokens/s` or `3 h 20 min`."""
     if line.unit.startswith("bytes"):
         return bytes_text(line.amount) + line.unit.removeprefix("bytes")
     if line.unit == "seconds":

@@ -1,8 +1,8 @@
 """The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
 
-Online every process reads it to its own device. With features from disk or from servers each process reads embedding,
-final norm and LM head alone. Where the drafter starts from the target's layers the first process reads these too, into
-host memory; the others get its drafter.
+With `data.features.source: online` every process loads it to its own device. With features from disk or from servers
+each loads only embedding, final norm and LM head. If the drafter starts from the target's layers, the first process
+loads these too, into host memory, and the other processes receive its drafter.
 """
 
 import os
@@ -28,11 +28,11 @@ RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 @contextmanager
 def outside_the_launch() -> Iterator[None]:
-    """Make transformers load whole models in every process in this context.
+    """Make transformers load whole models in every process while this context is active.
 
     With FSDP's RAM-efficient loading, all processes but the first would get zeros for FSDP to fill, which never sees
-    the target. Under ZeRO-3 it would split the weights: the target's for an engine that never runs it, the drafter's
-    before they are initialised from the target.
+    the target. Under ZeRO-3 transformers would split the target's weights, for an engine that never runs it, and the
+    drafter's weights before they are initialised from the target.
     """
     setting = os.environ.pop(RAM_EFFICIENT, None)
     zero = deepspeed._hf_deepspeed_config_weak_ref
@@ -46,7 +46,7 @@ def outside_the_launch() -> Iterator[None]:
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """Load the target for making a drafter; call `sync_models` with both afterwards, each `outside_the_launch`.
+    """Load the target to build a drafter from; then call `sync_models` with both. Call each `outside_the_launch`.
 
     Args:
         device: Device of this process.
@@ -57,8 +57,8 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     if recipe.data.features.source == "online":
         if recipe.target.quantization is not None:
             raise UserError(
-                f"key `target.quantization`: training runs no target in {recipe.target.quantization}: serve it by vLLM "
-                "in the quantisation that it will have, and set data.features.source=server, or leave the key out"
+                f"key `target.quantization`: training cannot run a target in {recipe.target.quantization}: serve it by "
+                "vLLM in the quantisation of its later use and set data.features.source=server, or leave the key out"
             )
         target, _ = load_target(recipe.target.model_copy(update={"device": str(device)}))
         pack_linears(target)
@@ -68,7 +68,7 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def drafter_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options to make a drafter with, which starts at random where it gets the first process's weights."""
+    """Return the options to build the drafter with: `init: random` if it gets the first process's weights."""
     options = recipe.drafter.options
     if recipe.data.features.source == "online" or not starts_from_layers(recipe) or _is_first():
         return options
@@ -87,7 +87,7 @@ def starts_from_layers(recipe: Recipe) -> bool:
 def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
     """Move the drafter and the parts of the target that training needs to this process's device.
 
-    All get the first process's drafter: it alone may have read the target's layers.
+    All processes receive the first one's drafter, as only that may have been built from the target's layers.
     """
     if recipe.data.features.source == "online":
         return

@@ -1,7 +1,7 @@
-"""What the launcher started (one process, or several under DDP, FSDP or DeepSpeed's ZeRO), and what cannot work in it.
+"""Detection of the launch (one process, or several under DDP, FSDP or DeepSpeed's ZeRO), and checks that it can work.
 
-`accelerate launch` and `torchrun` tell it by the environment; `train.deepspeed` and `train.fsdp` of a recipe are the
-Trainer's own way to ask for the same.
+`accelerate launch` and `torchrun` set environment variables; `train.deepspeed` and `train.fsdp` of a recipe are the
+Trainer's own way to choose the same.
 """
 
 import atexit
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """strategy: how the drafter's weights are held; version: of FSDP, or ZeRO's stage; processes: of all machines."""
+    """How training was launched: strategy, processes on all machines, version (FSDP's, or ZeRO's stage; else 0)."""
 
     strategy: Strategy
     processes: int = 1
@@ -57,18 +57,18 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Name of the strategy in messages, as `FSDP2` or `ZeRO-3`."""
+        """Return the strategy's name in messages, as `FSDP2` or `ZeRO-3`."""
         words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
     @property
     def splits_weights(self) -> bool:
-        """Whether no process holds the drafter's weights whole."""
+        """Return whether the drafter's weights are split over processes, so that none has all of them."""
         return self.strategy == "fsdp" or (self.strategy == "zero" and self.version == 3)
 
 
 def detect_launch(args: TrainingArguments) -> Launch:
-    """Recognise the launch from the arguments and the environment.
+    """Return the strategy and the number of processes of this launch, from arguments and environment.
 
     Raises:
         UserError: A DeepSpeed configuration cannot be read.
@@ -87,13 +87,13 @@ def detect_launch(args: TrainingArguments) -> Launch:
 
 
 def let_recipe_decide(values: Mapping[str, Any]) -> None:
-    """Take out of the environment what accelerate's config or another launch left there, before it changes results.
+    """Remove environment variables of accelerate's config or of another launch that would change the training.
 
     Args:
         values: The recipe's section `train`.
 
     Raises:
-        UserError: MPI's variables name several processes that do not know of each other.
+        UserError: MPI's variables name several processes, but not the address where these meet.
     """
     for name, key in DECIDED_BY_RECIPE.items():
         value = os.environ.pop(name, "no").lower()
@@ -113,9 +113,9 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def awaiting_processes(processes: int) -> Iterator[None]:
-    """Print what is awaited while torch waits for the other processes of a launch, and end at SIGTERM and Ctrl-C.
+    """Print that this process waits for the others of its launch; SIGTERM and Ctrl-C end it in this context.
 
-    The system ends this process: Python's handlers do not run while torch waits.
+    The signals have the system's handlers meanwhile, as Python's do not run while torch waits.
     """
     if processes < 2 or threading.current_thread() is not threading.main_thread():
         yield
@@ -132,10 +132,10 @@ def awaiting_processes(processes: int) -> Iterator[None]:
 
 @functools.cache
 def leave_at_exit() -> None:
-    """End gloo's group before the interpreter ends; to be called where `TrainingArguments` has made it.
+    """Make gloo's process group end before the interpreter; call it after `TrainingArguments` has created the group.
 
-    A thread of gloo that lets go of a tensor after that asks for the interpreter's lock and aborts the process
-    (pytorch #179291), whatever it was to end with. NCCL's end, which may wait for the others, is left to torch.
+    Otherwise a gloo thread that frees a tensor later needs the interpreter's lock and aborts the process (pytorch
+    #179291), whatever its exit code. NCCL's group, whose end may wait for other processes, is left to torch.
     """
     atexit.register(_leave)
 
@@ -176,13 +176,13 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
     if launch.strategy == "megatron":
         yield (
-            "accelerate was configured for Megatron-LM, which has no drafters: launch with one of the files in "
+            "accelerate was configured for Megatron-LM, which cannot train drafters: launch with one of the files in "
             "recipes/accelerate, such as multi_gpu.yaml"
         )
     if launch.strategy == "fsdp" and launch.version != 2:
         yield (
-            f"accelerate was configured for FSDP version {launch.version}, which flattens the weights that depth "
-            "weights and learning rates are given by name for: set fsdp_version: 2, as in "
+            f"accelerate was configured for FSDP version {launch.version}, which flattens weights, so that depth "
+            "weights and learning rates cannot be set by their names: set fsdp_version: 2, as in "
             "recipes/accelerate/fsdp2.yaml"
         )
     if launch.strategy == "fsdp" and launch.processes < 2:
@@ -204,7 +204,7 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     if launch.strategy in ("fsdp", "zero") and args.save_only_model:
         yield (
             f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
-            "gone on from: leave it out"
+            "resumed: leave it out"
         )
     split = [name for name in SPLIT_MODELS if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1]
     asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
@@ -225,14 +225,14 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
 
 
 class LostProcess(UserError):
-    """Another process ended; the same command resumes the training, as after a SIGTERM."""
+    """Error: another process of the training ended. The same command resumes it, as after a SIGTERM."""
 
     exit_code = TERMINATED_EXIT_CODE
 
 
 @contextmanager
 def errors_in_sentences() -> Iterator[None]:
-    """Translate failed allocations and errors of the processes' communication in this context.
+    """Turn out-of-memory errors and errors of communication between processes into messages for the user.
 
     Raises:
         UserError: Memory ran out.

@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main() -> None:
-    """Launch the processes; each reports its own errors."""
+    """Run `accelerate launch` with this command line; each launched process reports its own errors."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch.main()

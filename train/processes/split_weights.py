@@ -1,6 +1,6 @@
-"""The drafter split among processes by FSDP2 or ZeRO: how it is set up, and how its weights become whole again.
+"""Setup of FSDP2 and ZeRO, which split the drafter among processes, and gathering of its whole weights.
 
-Whole they are written when training ends; whole they are read from a checkpoint of its last step.
+Whole weights are written when training ends, and read from a checkpoint of its last step.
 """
 
 from pathlib import Path
@@ -38,9 +38,9 @@ def set_up_fsdp(trainer: Any) -> None:
 
 
 def set_up_zero(trainer: Any) -> None:
-    """Size DeepSpeed's buckets by the drafter: its default is 2 GB of fp32 whatever is trained.
+    """Make DeepSpeed's buckets as large as the drafter needs, instead of its default of 2 GB of fp32.
 
-    What its configuration says itself holds.
+    Sizes that DeepSpeed's configuration sets are kept.
     """
     zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config["zero_optimization"]
     for key in BUCKETS if zero["stage"] == 3 else BUCKETS[:1]:
@@ -48,7 +48,7 @@ def set_up_zero(trainer: Any) -> None:
 
 
 def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
-    """Return the weights by name, on the CPU, in the optimiser's precision; None where the Trainer saves them itself.
+    """Return the whole weights of FSDP or ZeRO by name, on the CPU, in the optimiser's precision; otherwise None.
 
     All processes must call it; only the first uses the result.
     """
@@ -80,7 +80,7 @@ def _deepspeed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_whole_weights(model: nn.Module, checkpoint: Path, launch: Launch) -> None:
-    """Load a checkpoint that this launch wrote in parts into a drafter that is not split."""
+    """Load a checkpoint that FSDP2 or ZeRO wrote in parts into a drafter whose weights are not split."""
     state = model.state_dict()
     if launch.strategy == "zero":
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

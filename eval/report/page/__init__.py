@@ -1,5 +1,5 @@
 """Both forms of the report: `report.md`, and `report.html`, a single self-contained file.
 
-Read `page` (their content, in order); `comparisons` (of methods) computes the values of sections.
-May import `eval.report` and the folders before it.
+Read `page` (writes both, section by section), then `comparisons` (computes the values of sections). May import
+`eval.report` and the folders before it.
 """

@@ -39,7 +39,7 @@ STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, times a power of ten
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale from `low` to `high`; values outside are drawn at its ends."""
+    """Axis of a chart from `low` to `high`; values outside are drawn at its ends."""
 
     low: float
     high: float
@@ -49,7 +49,7 @@ class Scale:
         return round(100 * min(1.0, max(0.0, share)), 2)
 
     def ticks(self) -> list[tuple[str, float]]:
-        """Return about five ticks at multiples of 1, 2, 2.5 or 5 times a power of ten, placed in percent."""
+        """Return (label, place in percent) of about five ticks at multiples of 1, 2, 2.5 or 5 times a power of ten."""
         raw = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(power * factor for factor in STEPS if power * factor >= raw * (1 - 1e-9))
@@ -117,7 +117,7 @@ def category_tables(
 
 
 def tint(row: Row) -> str:
-    """Return the CSS class of a cell by the interval of its speedup; "plain" if that shows neither gain nor loss."""
+    """Return a cell's CSS class by the interval of its speedup; "plain" if it shows neither gain nor loss."""
     word, ends = verdict_word(row["speedup_interval"]), row["speedup_interval"]
     if word == SLOWER:
         return "slow"
@@ -125,7 +125,7 @@ def tint(row: Row) -> str:
 
 
 def acceptance_depths(timing: list[Row]) -> list[Row]:
-    """Add acceptance by depth to the row of every method that drafts, by temperature, the largest tau first.
+    """Return the timing rows of drafting methods with their acceptance by depth, by temperature, largest tau first.
 
     `shares` has for each depth from 1 on (share of all rounds that accepted it, share of the rounds that accepted the
     depth before); `more` is the number of deeper depths, which few rounds reach.
@@ -144,7 +144,7 @@ def acceptance_depths(timing: list[Row]) -> list[Row]:
 
 
 def mean_rounds(timing: list[Row]) -> list[tuple[float, Scale, list[Row]]]:
-    """Return for each temperature a scale in ms and the rows with `round_s`, the least time per token first."""
+    """Return (temperature, scale in ms, timing rows with `round_s` added); rows with least time per token first."""
     pictures = []
     for temperature, rows in by_temperature(timing).items():
         rows = [row | {"round_s": sum(row[key] for key in PHASES.values())} for row in rows]

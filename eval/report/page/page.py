@@ -74,7 +74,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 
 
 def report_values(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts together with all values that the templates of report.md and report.html need."""
+    """Return `facts` (see `write_report`) and all other values that the templates of the report need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
     records, proof = facts["records"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]

@@ -89,7 +89,7 @@ class TestNgram:
     def test_too_many_ngrams_are_refused(self) -> None:
         with pytest.raises(ValueError, match="4-grams over 100000"):
             NgramModel(self.ROWS, 4, 100_000)
-        with pytest.raises(ValueError, match="no token of an answer to count; run `draftsmith distill"):
+        with pytest.raises(ValueError, match="no token has a loss mask of 1; run `draftsmith distill"):
             NgramModel([(ids, 0 * mask) for ids, mask in self.ROWS], 2, 10)
 
     def test_missing_tokens_are_reported(self, tmp_path: Path) -> None:

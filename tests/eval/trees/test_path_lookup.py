@@ -124,5 +124,5 @@ def test_lookups_need_a_best_first_tree() -> None:
 def test_sampled_trees_are_not_continued() -> None:
     """If q selected among draws from q, verification would not keep the target's distribution."""
     sampled = DraftTree([1, 2, 3], TreeShape.chain(2), torch.full((3, 5), 0.2), log_confidence=[0.0, -1.0, -2.0])
-    with pytest.raises(ValueError, match="not sampled ones"):
+    with pytest.raises(ValueError, match="not a sampled one"):
         with_lookups(sampled, PathLookup(), 3)

@@ -85,7 +85,7 @@ def test_nodes_of_all_depths_in_one_call(kind: str, options: dict[str, Any]) -> 
     torch.testing.assert_close(decoder.expand([7], [3]), marginals[3:] + table[[7]])
     with pytest.raises(ValueError, match="a node at depth 4 has no children: 4 depths are drafted"):
         decoder.expand([7], [6])
-    with pytest.raises(ValueError, match="must be among the tree.s 7 nodes"):
+    with pytest.raises(ValueError, match=r"must be among the tree.s 7 nodes"):
         decoder.expand([7], [7])
     with pytest.raises(ValueError, match="drafting needs a new token"):
         decoder.begin()

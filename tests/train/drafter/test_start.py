@@ -187,8 +187,8 @@ def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
     assert tokens == old
     assert torch.equal(own.lm_head.weight, source.lm_head.weight)
     assert start_sentence(start).endswith(
-        "; its draft vocabulary of 8 tokens is that of the trained rows, 34.55% of this run's answer tokens where a "
-        "new one would be 94.55%"
+        "; its draft vocabulary of 8 tokens is that of the trained rows, which cover 34.55% of this run's answer "
+        "tokens (a new one: 94.55%)"
     )
     # With another size nothing is kept.
     tokens, start = start_drafter(build("peagle", anew), source)

@@ -101,7 +101,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "DrafterTrainer", trainer)
         with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and nothing of it was saved"
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not saved"
         ):
             train_drafter(recipe)
 
@@ -161,12 +161,12 @@ def test_out_of_memory_is_one_sentence(target_folder: Path) -> None:
         ),
         ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to 4, which is train.global_batch_size"),
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
-        ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out, as train.global_batch_size gives"),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out: train.global_batch_size decides"),
         ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
         ({"report_to": "wandbb"}, r"key `train.report_to`: wandbb is not supported, only .* wandb,"),
         ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
         ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
-        ({"average_tokens_across_devices": False}, "`train.average_tokens_across_devices` cannot be false: a step's"),
+        ({"average_tokens_across_devices": False}, "`train.average_tokens_across_devices` cannot be false, as a"),
         ({"gradient_checkpointing": True}, "`train.gradient_checkpointing`: drafters do not support it: leave it out"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],

@@ -149,7 +149,7 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"is one process: for several GPUs start vLLM servers .*source=server"):
+    with pytest.raises(UserError, match=r"is one process: to use several GPUs start vLLM servers .*source=server"):
         write(tiny_run(tmp_path))
 
 

@@ -51,7 +51,7 @@ def test_detect_launch(
 @pytest.mark.parametrize(
     ("launch", "kind", "data", "train", "message"),
     [
-        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which has no drafters: launch with"),
+        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which cannot train drafters: launch with"),
         (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
         (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
         (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
