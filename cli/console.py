@@ -150,10 +150,11 @@ class WithTerminalOptions(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        is_later = not is_first_process()
         json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
-        with exit_with_one_sentence(), output_to(None if is_later else json_place, is_later or quiet):
-            return super().invoke(ctx)
+        with exit_with_one_sentence():
+            is_later = not is_first_process()
+            with output_to(None if is_later else json_place, is_later or quiet):
+                return super().invoke(ctx)
 
 
 def _panel(command: Any) -> str:

@@ -89,9 +89,19 @@ def process_of_launch() -> tuple[int, int]:
     """Return (rank, world size) of this process, from the variables that torchrun sets; (0, 1) without a launcher.
 
     A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
+
+    Raises:
+        UserError: One of the variables is not a number.
     """
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    return (int(os.environ.get("RANK") or 0) if processes > 1 else 0), processes
+    processes = _environment_number("WORLD_SIZE", 1)
+    return (_environment_number("RANK", 0) if processes > 1 else 0), processes
+
+
+def _environment_number(name: str, default: int) -> int:
+    value = os.environ.get(name, "").strip() or str(default)
+    if not value.isdecimal():
+        raise UserError(f"{name}={value} in the environment is not a number: unset {name}, or start by `torchrun`")
+    return int(value)
 
 
 def is_first_process() -> bool:

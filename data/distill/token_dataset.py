@@ -176,8 +176,9 @@ def build_token_dataset(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
                 + (f", {report.thoughts_alone} with reasoning only" if report.thoughts_alone else "")
-                + "): raise data.max_length_tokens"
-                + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
+                + "): "
+                + ("raise data.max_length_tokens" if report.too_long else "take other conversations")
+                + (", or raise data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
         report = replace(report, path=str(final), fingerprint=fingerprint, not_in_recipe=view.num_others)
         # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.

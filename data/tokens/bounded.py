@@ -31,7 +31,6 @@ LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not limited
 ADDRESS_SPACE = resource.getrlimit(resource.RLIMIT_AS)
-PAGE_BYTES = 4096
 
 Written = TypeVar("Written", bound=Sized)
 _in_thread = threading.local()
@@ -137,7 +136,7 @@ def _limited_memory() -> Iterator[None]:
     """Limit the address space of this process to its present size and `MOST_GROWTH_BYTES` in this context."""
     soft, hard = ADDRESS_SPACE
     pages = int(STATUS.read_text().split()[0]) if STATUS.exists() else 0
-    most = pages * PAGE_BYTES + MOST_GROWTH_BYTES
+    most = pages * resource.getpagesize() + MOST_GROWTH_BYTES
     if not pages or 0 <= soft <= most:  # unknown, or limited already
         yield
         return

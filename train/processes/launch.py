@@ -107,7 +107,7 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
         if os.environ.get(name, "1") != "1" and "MASTER_ADDR" not in os.environ:
             raise UserError(
                 f"{name}={os.environ[name]} says that MPI has started several processes, and nothing says where they "
-                "meet: unset it to train in one process, or start several by `accelerate launch` or `torchrun`"
+                f"meet: unset {name} to train in one process, or start several by `accelerate launch` or `torchrun`"
             )
 
 
