@@ -303,7 +303,7 @@ class _Stream:
     sent: str = ""
 
     def add(self, round_: Round) -> None:
-        """Send the text of a round, but no end of it that may be part of a stop string."""
+        """Send the text of a round, but hold back an ending that could be the start of a stop string."""
         if not self.job.streamed:
             return
         if self.rounds == 0:

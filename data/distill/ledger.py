@@ -178,10 +178,12 @@ class LedgerView:
 
 
 class Ledger(LedgerView):
-    """Ledger that one process appends to. It shows what was stored when it was opened; a missing folder is created.
+    """Record of the answers and conversations that are finished or failed, to which one process appends.
+
+    Reading gives what was stored when it was opened, without what was appended since. A missing folder is created.
 
     Args:
-        folder, ids: See `LedgerView`.
+        folder, ids: As of `LedgerView`.
     """
 
     def __init__(self, folder: Path, ids: Collection[str] | None = None) -> None:

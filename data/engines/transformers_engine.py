@@ -264,7 +264,7 @@ class _RowCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add [A, H, 1, D], or [1, H, n, D] to one row. Returns all keys and values of these rows [A or 1, H, S, D]."""
+        """Append a token to each of A rows [A, H, 1, D], or n to one row [1, H, n, D]; return these rows, whole."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count, new = self._cache, key_states.shape[0], key_states.shape[2]

@@ -29,8 +29,8 @@ FEWEST_STATIC_NODES = 8  # of a level in a compiled forward
 class TokenColumns:
     """Map from the columns of a drafter's logits to token ids: of the whole vocabulary, or of a draft vocabulary.
 
-    A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Trees are made of
-    these columns and name the target's tokens; only the distributions that verification needs are made V wide.
+    A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Drafting
+    picks columns, and trees hold the target's token ids; only the distributions for verification are made V wide.
 
     Args:
         ids: [V'] the target's token ids of the columns, ascending; None: all of its tokens, in order.

@@ -199,7 +199,7 @@ class DFlashDrafter(GroupWiseDrafter):
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
 
     def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
-        """Return the inputs [..., block_size, D] of blocks: newest tokens [...], then masks, given `mask_inputs`."""
+        """Return the inputs [..., block_size, D] of blocks: their newest tokens [...], then masks (`mask_inputs()`)."""
         newest = self.embedded(newest_ids).unsqueeze(-2)
         masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
         return torch.cat([newest, masks], dim=-2)

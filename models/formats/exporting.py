@@ -287,13 +287,13 @@ def export_drafter(
     loading: Sequence[str] = (),
     gguf: GgufTarget | None = None,
 ) -> Export:
-    """Write the drafter into a folder, in the format `to`.
+    """Write the drafter into a folder, in the format `to`; return what it holds, and the command that serves it.
 
     Args:
         drafter: Attached to its target if the exporter needs it (`needs_target`).
-        target: Location of the target, for the command.
+        target: Location of the target, as the serving command names it.
         drafter_folder: Folder that the drafter was loaded from.
-        loading: Options from `loading_words`, for the command.
+        loading: Options of the serving command that load the target, from `loading_words`.
         gguf: Only for the format `gguf`.
 
     Raises:

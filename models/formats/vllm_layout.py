@@ -107,7 +107,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Convert a checkpoint that `to_vllm` wrote back into our parameters.
+    """Convert back into our parameters a checkpoint that `to_vllm` wrote.
 
     Raises:
         UserError: The checkpoint was made for a target of another shape.

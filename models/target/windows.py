@@ -101,7 +101,7 @@ class Windows:
         return self.masks(mask[:, None, None], position_a[:, None, None], places)
 
     def sentence(self) -> str:
-        """Describe the windows in a few words."""
+        """Describe the layers' sliding attention windows in a few words, for messages."""
         if self.smallest is None:
             return "all layers see the whole text"
         sizes = sorted({str(window) for window in self.by_type.values()})

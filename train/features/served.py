@@ -202,7 +202,7 @@ class ServedFeatures:
             except (Unavailable, httpx2.TransportError) as error:
                 if time.monotonic() - begin_s > self._chosen.server.timeout_s:
                     raise UserError(
-                        f"no server of data.features.server.urls gives features, {url} for the last time "
+                        f"no server of data.features.server.urls gives features; the last one tried, {url}, failed "
                         f"({reason(error)}): start it again, then run the same command, which resumes"
                     ) from None
                 if attempt == 0:
