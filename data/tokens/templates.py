@@ -131,18 +131,20 @@ def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]
     """
     question, answer = PROBE
     tools = ({"type": "function", "function": FUNCTION},) * has_tools
-    asked, told = Turn("user", "so long " * 1000 + MARK), Turn("system", MARK)
+    asked, told = Turn("user", f"{MARK} {'so long ' * 1000}\n{MARK}"), Turn("system", MARK)
+    answered, later = Turn("assistant", MARK), (answer, question) * LONG_HISTORY
     probes: dict[str, list[tuple[Turn, ...]]] = {
-        "user": [(asked,), (asked, *(answer, question) * LONG_HISTORY)],
-        "system": [(told, question)],
-        "assistant": [(question, Turn("assistant", MARK), question)],
+        "user": [(asked,), (asked, *later)],
+        "system": [(told, question), (told, question, *later)],
+        "assistant": [(question, answered, question), (question, answered, question, *later)],
         "later system": [(question, answer, told, question)],
     }
-    written = {
-        kind: [_probe(tokenizer, template, [turn.message for turn in turns], True, tools) for turns in of_kind]
-        for kind, of_kind in probes.items()
-    }
-    return tuple(kind for kind, texts in written.items() if any(text and MARK not in text for text in texts))
+
+    def lacks(turns: tuple[Turn, ...]) -> bool:
+        text = _probe(tokenizer, template, [turn.message for turn in turns], True, tools)
+        return bool(text) and text.count(MARK) < sum(turn.content.count(MARK) for turn in turns)
+
+    return tuple(kind for kind, of_kind in probes.items() if any(map(lacks, of_kind)))
 
 
 def _probe(

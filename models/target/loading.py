@@ -42,8 +42,8 @@ from draftsmith.recipes.schema import TargetRecipe
 
 # Variables that transformers, SGLang and vLLM pass to a chat template themselves.
 BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function, with a format
-CALL_OF_TODAY = re.compile(r"\bstrftime_now\s*\(")
+TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])((?:(?!\1).)*)\1\s*\)""")  # transformers' function, with a format
+USE_OF_TODAY = re.compile(r"\bstrftime_now\b(?!\s*is\b)")
 DIRECTIVES = ("-d", "-m", "-I", "-H", *"aAbBcdDeFhHIjmMpSTuUVwWxXyY")  # of strftime
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
@@ -156,13 +156,13 @@ def freeze_date(tokenizer: Any, day: date) -> None:
     The tokenizer gets `template_date`, the date or None if its templates write none, and `undated_chat_template`.
     """
     undated = tokenizer.chat_template
-    # A call whose format is computed gets a function of the same name, which replaces each directive.
+    # Where the format is computed, it gets a function of the same name, which replaces each directive.
     values = "".join(f" | replace('%{each}', {day.strftime('%' + each)!r})" for each in DIRECTIVES)
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{values} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
     def frozen(text: str) -> str:
         literal = TODAY.sub(lambda call: repr(day.strftime(call[2])), text)
-        return macro + literal if CALL_OF_TODAY.search(literal) else literal
+        return macro + literal if USE_OF_TODAY.search(literal) else literal
 
     tokenizer.chat_template = _each_template(undated, frozen)
     tokenizer.undated_chat_template = undated

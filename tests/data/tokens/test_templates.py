@@ -71,11 +71,24 @@ SYSTEM_FIRST = templates.CHATML.replace(
         ),
         (LAST_ONLY, ASKED[:1], "the text of user turns"),
         ("{% set messages = messages[-5:] %}" + templates.CHATML, ASKED[:1], "the text of user turns"),
-        (templates.CHATML.replace("m.content }}", "m.content[:4000] }}"), ASKED[:1], "the text of user turns"),
+        *(
+            (templates.CHATML.replace("m.content }}", f"m.content{part} }}}}"), ASKED[:1], "the text of user turns")
+            for part in ("[:4000]", "[-4000:]", ".split('\\n')[0]")
+        ),
         (
             templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last }}"),
             (*ASKED, *ASKED[:1]),
             "leaves out earlier answers",
+        ),
+        (
+            templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.revindex < 6 }}"),
+            (*ASKED, *ASKED[:1]),
+            "leaves out earlier answers",
+        ),
+        (
+            WITHOUT_SYSTEM.replace("!= 'system'", "!= 'system' or messages | length < 4"),
+            (Turn("system", "Be brief."), *ASKED[:1]),
+            "leaves out system turns: write",
         ),
         (
             WITHOUT_SYSTEM,

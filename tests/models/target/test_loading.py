@@ -106,11 +106,11 @@ def test_named_templates_all_get_the_variables_and_one_date() -> None:
     tokenizer.chat_template = tokenizer.undated_chat_template
     freeze_date(tokenizer, date(2026, 3, 2))
     assert tokenizer_hashes(tokenizer) == of_march
-    tokenizer.chat_template = (
-        "{% if strftime_now is defined %}{% set f = '%-d %B' %}{{ strftime_now(f + ' %Y') }}{% endif %}"
-    )
-    freeze_date(tokenizer, date(2026, 3, 2))
-    assert tokenizer.apply_chat_template([{"role": "user"}], tokenize=False) == "2 March 2026"
+    computed = "{% set f = '%-d %B' %}{{ strftime_now(f + ' %Y') }}"
+    for text in (computed, "{{ strftime_now('%-d' ~ ' %B %Y') }}", "{% set f = strftime_now %}{{ f('%-d %B %Y') }}"):
+        tokenizer.chat_template = "{% if strftime_now is defined %}" + text + "{% endif %}"
+        freeze_date(tokenizer, date(2026, 3, 2))
+        assert tokenizer.apply_chat_template([{"role": "user"}], tokenize=False) == "2 March 2026"
     tokenizer.chat_template = "{{ messages[0].content }}"
     freeze_date(tokenizer, date(2026, 3, 2))
     assert tokenizer.template_date is None
