@@ -32,24 +32,22 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 from filelock import FileLock
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from draftsmith.data.distill.token_dataset import FEATURES, load_tokens
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import accepted_lengths
-from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired_ratio, tau
 from draftsmith.files import append_whole, read_json, write_atomically
@@ -63,6 +61,7 @@ from draftsmith.models.weights import weights_sha256
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.serve.worker import CompletedAnswer
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
@@ -93,33 +92,29 @@ logger = logging.getLogger(__name__)
 ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_accumulation_steps"]
 
 
-TokenId = Annotated[int, Field(ge=0, strict=True)]
-Row = tuple[list[int], list[int]]  # token ids and loss mask of a training example
+Row = dict[str, list[int]]  # `input_ids` and `loss_mask` of a training example
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Token ids of a prompt and of its answer."""
+class Answer(BaseModel, frozen=True):
+    """Token ids of a prompt and of its answer, a line of `answers.jsonl`."""
 
-    prompt_ids: list[TokenId]
-    ids: list[TokenId]
-
-    @cached_property
-    def key(self) -> str:
-        """Hash of both."""
-        return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
+    prompt_ids: tuple[NonNegativeInt, ...]
+    ids: tuple[NonNegativeInt, ...]
 
     @property
     def is_held_out(self) -> bool:
         """Return whether the answer is held out from training; depends on its tokens only, so it never changes."""
-        return int(self.key[:8], 16) / 16**8 < HELD_OUT_FRAC
+        digest = hashlib.sha256(self.model_dump_json().encode()).digest()
+        return int.from_bytes(digest[:4], "big") / 2**32 < HELD_OUT_FRAC
 
     @property
+    def input_ids(self) -> list[int]:
+        """Return all token ids, the prompt's first."""
+        return [*self.prompt_ids, *self.ids]
+
     def row(self) -> Row:
-        return [*self.prompt_ids, *self.ids], [0] * len(self.prompt_ids) + [1] * len(self.ids)
-
-
-LINE = TypeAdapter(Answer)
+        """Return the training example, with loss on the answer."""
+        return {"input_ids": self.input_ids, "loss_mask": [0] * len(self.prompt_ids) + [1] * len(self.ids)}
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ class Learned:
         self.file.touch(OWNER_ALONE)
         (self.begun_with,) = drafter_folders(recipe)
         self.process: Any = None  # the training process, once it was started
-        self._lines = 0  # of the file; 0: not read yet
+        self._added = 0  # answers by this process
         weights = " ".join(weights_sha256(self.begun_with).values())
         if not (self.folder / STATE).is_file():
             self.write(State(weights))
@@ -229,43 +224,37 @@ class Learned:
         before, self._current = self._current, self.state.current
         return None if self._current == before else self.serving()
 
-    def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
+    def add(self, finished: CompletedAnswer) -> None:
         """Append an answer to the file and sync it to disk; removes the oldest answers now and then.
 
         Raises:
             OSError: The disk is full; the earlier lines are left as they were.
         """
-        if self._lines in (0, 2 * self.kept_answers):
-            self._lines = self._trim()
-        append_whole(self.file, json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
-        self._lines += 1
-
-    def _trim(self) -> int:
-        """Remove damaged lines and all but the newest ones. Returns the number of lines left."""
-        kept = self._stored()[-self.kept_answers :]
-        write_atomically(self.file, "".join(json.dumps(asdict(answer)) + "\n" for answer in kept))
-        self.file.chmod(OWNER_ALONE)
-        return len(kept)
-
-    def _stored(self) -> list[Answer]:
-        """Read the answers, without a last line that is torn; logs the number of damaged lines."""
-        lines = [line for line in self.file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        answers = []
-        for line in lines:
-            with suppress(ValidationError):
-                answers.append(LINE.validate_json(line))
-        if damaged := len(lines) - len(answers):
-            logger.warning("%s: %s damaged lines are left out", self.file, damaged)
-        return answers
+        if self._added % self.kept_answers == 0:  # first of all a line that a killed server left half-written
+            kept = self._stored()[-self.kept_answers :]
+            write_atomically(self.file, "".join(answer.model_dump_json() + "\n" for answer in kept))
+            self.file.chmod(OWNER_ALONE)
+        answer = Answer(prompt_ids=tuple(finished.prompt_ids), ids=tuple(finished.record.ids))
+        append_whole(self.file, answer.model_dump_json().encode() + b"\n")
+        self._added += 1
 
     def answers(self) -> list[Answer]:
         """Read the newest answers that are long enough for training, without duplicates, the oldest first."""
+        stored = dict.fromkeys(self._stored())
         long_enough = [
-            answer
-            for answer in self._stored()
-            if answer.prompt_ids and len(answer.ids) > 1 and len(answer.row[0]) >= SHORTEST_ROW_TOKENS
+            answer for answer in stored if len(answer.ids) > 1 and len(answer.input_ids) >= SHORTEST_ROW_TOKENS
         ]
-        return list({answer.key: answer for answer in long_enough}.values())[-self.kept_answers :]
+        return long_enough[-self.kept_answers :]
+
+    def _stored(self) -> list[Answer]:
+        """Read the answers; logs the number of damaged lines, which are left out."""
+        lines, answers = self.file.read_bytes().splitlines(), []
+        for line in lines:
+            with suppress(ValidationError):
+                answers.append(Answer.model_validate_json(line))
+        if damaged := len(lines) - len(answers):
+            logger.warning("%s: %s damaged lines are left out", self.file, damaged)
+        return answers
 
 
 def start_learning(learned: Learned, minutes: float) -> None:
@@ -330,7 +319,7 @@ class Learner:
         self.method = recipe.eval.methods[0].model_copy(update={"lookup": False})  # trees of the drafter alone
         self.drafter = recipe_of_drafter(learned.begun_with)
         self.cycle_tokens = FIRST_CYCLE_TOKENS
-        self.trained = set[str]()  # keys of answers
+        self.trained = set[Answer]()  # those that the last training could choose from
         self.seen_bytes = -1  # size of `answers.jsonl` at the last cycle
         self.trainee: Path | None = None  # the drafter trained last, unless its candidate was worse
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
@@ -343,7 +332,7 @@ class Learner:
         answers, state = self.learned.answers(), self.learned.state
         held_out = [answer for answer in answers if answer.is_held_out][-MOST_HELD_OUT:]
         train = [answer for answer in answers if not answer.is_held_out]
-        new = [answer for answer in train if answer.key not in self.trained]
+        new = [answer for answer in train if answer not in self.trained]
         if len(held_out) < FEWEST_HELD_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
             return None
         serving = self.learned.drafter(state.current)
@@ -351,7 +340,7 @@ class Learner:
         begin_s = time.monotonic()
         trainee = self._train(self.trainee or serving, chosen, len(state.weighed))
         candidate = self._candidate(trainee)
-        trained = sum(len(ids) for ids, _ in chosen)
+        trained = sum(len(row["input_ids"]) for row in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
         before, after = (self.measure(folder, held_out) for folder in (serving, candidate))
@@ -370,19 +359,18 @@ class Learner:
         weighed = CandidateResult(time.time(), len(held_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
-        self.trained = {answer.key for answer in train}
+        self.trained = set(train)
         return weighed
 
     def _chosen(self, train: Sequence[Answer], weighed: Sequence[CandidateResult]) -> list[Row]:
         """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
         generator = random.Random(len(weighed))
-        rows = [answer.row for answer in train]
+        rows = [answer.row() for answer in train]
         newest = _pop_rows(rows, self.cycle_tokens // 2)
         run = RunFolder(self.learned.recipe)
         if (run.data / "tokens").is_dir():
-            tokens = load_tokens(run)
-            numbers = generator.sample(range(len(tokens)), min(len(tokens), max(len(newest), 1)))
-            rows += [(tokens[number]["input_ids"], tokens[number]["loss_mask"]) for number in numbers]
+            tokens = load_tokens(run).select_columns(["input_ids", "loss_mask"])
+            rows += tokens.select(generator.sample(range(len(tokens)), min(len(tokens), len(newest)))).to_list()
         generator.shuffle(rows)
         return newest + _pop_rows(rows, self.cycle_tokens // 2)
 
@@ -402,13 +390,7 @@ class Learner:
         run = RunFolder(recipe)
         shutil.rmtree(run.root, ignore_errors=True)
         run.data.mkdir(parents=True)
-        columns = {
-            "input_ids": [ids for ids, _ in rows],
-            "loss_mask": [mask for _, mask in rows],
-            "length": [len(ids) for ids, _ in rows],
-            "conversation": range(len(rows)),
-        }
-        Dataset.from_dict(columns, FEATURES).save_to_disk(run.data / "tokens")
+        Dataset.from_list(rows).save_to_disk(run.data / "tokens")
         train_drafter(recipe)
         for old in cycles.iterdir():
             if old.name != recipe.name and old / "drafter" != begun_from:
@@ -426,11 +408,11 @@ class Learner:
     def measure(self, folder: Path, answers: Sequence[Answer]) -> QuestionSums:
         """Return the tokens and rounds of each answer, and its rounds as its time, with the drafter in `folder`."""
         drafter = load_drafter(folder, self.target)
-        decoder = drafter.decoder(max(len(answer.row[0]) for answer in answers) + drafter.config.num_depths + 1)
+        decoder = drafter.decoder(max(len(answer.input_ids) for answer in answers) + drafter.config.num_depths + 1)
         method = build_tree_drafter(self.method, decoder, Sampling())
         rounds = []
         for answer in answers:
-            ids, first = answer.row[0], len(answer.prompt_ids)
+            ids, first = answer.input_ids, len(answer.prompt_ids)
             ids_1s = torch.tensor([ids], device=self.target.device)
             features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
             rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
@@ -463,7 +445,7 @@ def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
     popped: list[Row] = []
     while rows and tokens > 0:
         popped.append(rows.pop())
-        tokens -= len(popped[-1][0])
+        tokens -= len(popped[-1]["input_ids"])
     return popped
 
 

@@ -4,6 +4,7 @@ import json
 import queue
 import shutil
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,8 +46,8 @@ def build_run(folder: Path) -> Recipe:
     return untrained_run(folder, methods=[{"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}])
 
 
-def record(*ids: int) -> Any:
-    return SimpleNamespace(ids=list(ids))
+def answer(prompt_ids: Iterable[int], *ids: int) -> Any:
+    return SimpleNamespace(prompt_ids=list(prompt_ids), record=SimpleNamespace(ids=list(ids)))
 
 
 def answers_of(worker: Worker, prompts: list[list[int]]) -> list[list[int]]:
@@ -71,8 +72,7 @@ def answers_of(worker: Worker, prompts: list[list[int]]) -> list[list[int]]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[int]], list[list[int]]]:
     """Return a run that has served 90 answers of the target, the prompts and the answers."""
     recipe = build_run(tmp_path_factory.mktemp("learn"))
-    learned = Learned(recipe, KEPT)
-    worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record))
+    worker = Worker(recipe, 4, Learned(recipe, KEPT).add)
     records = (parse_conversation(record, where) for where, record in open_records(SourceRecipe(), "all"))
     prompts = [prompt_token_ids(worker.tokenizer, [Turn("user", next(records).turns[0].content)]) for _ in range(90)]
     return recipe, prompts, answers_of(worker, prompts)
@@ -94,19 +94,19 @@ def test_newest_answers_are_kept_and_torn_lines_dropped(tmp_path: Path) -> None:
     """Only their owner can read them."""
     learned = Learned(build_run(tmp_path), 4)
     for number in range(5):
-        learned.add(list(range(20)), record(number, 7))
-    learned.add(list(range(20)), record(4, 7))  # a duplicate
-    learned.add([1], record(2, 7))  # too short to learn from
-    learned.add(list(range(20)), record(9))  # nothing was decoded
-    assert [answer.ids[0] for answer in learned.answers()] == [1, 2, 3, 4]
+        learned.add(answer(range(20), number, 7))
+    learned.add(answer(range(20), 4, 7))  # a duplicate
+    learned.add(answer([1], 2, 7))  # too short to learn from
+    learned.add(answer(range(20), 9))  # nothing was decoded
+    assert [each.ids[0] for each in learned.answers()] == [1, 2, 3, 4]
     with learned.file.open("ab") as stream:
         stream.write(b'{"prompt_ids": [1, 2')
     assert len(learned.answers()) == 4
     assert stat.S_IMODE(learned.file.stat().st_mode) == 0o600
     again = Learned(learned.recipe, 3)
-    again.add(list(range(20)), record(8, 7))
+    again.add(answer(range(20), 8, 7))
     assert len(learned.file.read_bytes().splitlines()) == 4  # it and the newest three before it
-    assert again.answers()[-1].ids == [8, 7]
+    assert again.answers()[-1].ids == (8, 7)
     assert [stat.S_IMODE(each.stat().st_mode) for each in (learned.file, learned.folder)] == [0o600, 0o700]
 
 
@@ -154,14 +154,14 @@ def test_learner_improves_the_drafter_and_answers_stay_equal(again: Recipe, serv
     seen: list[list[int]] = []
     train = learner._train
 
-    def noted(begun_from: Path, rows: list[tuple[list[int], list[int]]], number: int) -> Path:
-        seen.extend(ids for ids, _ in rows)
+    def noted(begun_from: Path, rows: list[learning.Row], number: int) -> Path:
+        seen.extend(row["input_ids"] for row in rows)
         return train(begun_from, rows, number)
 
     monkeypatch.setattr(learner, "_train", noted)
     first = learner.cycle()
     assert first is not None
-    held_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_held_out]
+    held_out = [each.input_ids for each in learned.answers() if each.is_held_out]
     assert first.answers == len(held_out) >= learning.FEWEST_HELD_OUT
     assert not [ids for ids in held_out if ids in seen]
     assert 1 < first.low < first.candidate / first.serving < first.high
