@@ -29,9 +29,10 @@ import logging
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,7 @@ from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired_ratio, tau
 from draftsmith.files import append_whole, write_atomically
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
-from draftsmith.models.base.registry import drafter_config, load_drafter, load_drafter_class
+from draftsmith.models.base.registry import check_as_trained, load_drafter
 from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
@@ -69,10 +69,7 @@ FEWEST_NEW_TOKENS = 1500  # new answer tokens that start another training
 FIRST_CYCLE_TOKENS = 16_000  # of the first training, whose speed sets the number for the next one
 SHORTEST_ROW_TOKENS = 16
 FIRST_FRAC = 0.25  # share of the first drafter's weights in a candidate, against forgetting
-LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
-TRIES_AGAIN_AFTER_S = 60.0  # after an error of the system, such as a full disk
-OWNERS_FOLDER = 0o700
 TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -82,10 +79,8 @@ TRAINING: dict[str, Any] = {
     "learning_rate": 5e-4,
     "save_strategy": "no",
     "logging_steps": 5,
-    "report_to": [],
 }
 logger = logging.getLogger(__name__)
-
 
 Row = dict[str, list[int]]  # `input_ids` and `loss_mask` of a training example
 
@@ -120,7 +115,7 @@ class Learned:
         kept_answers: Number of the newest answers that stay on disk.
 
     Raises:
-        UserError: The folder was started with another drafter than the recipe's.
+        UserError: The recipe's drafter is not trained, or the folder was started with another one.
     """
 
     def __init__(self, recipe: Recipe, kept_answers: int) -> None:
@@ -128,10 +123,11 @@ class Learned:
         self.folder = RunFolder(recipe).root / "learned"
         self.file, self.log = self.folder / "answers.jsonl", self.folder / "trainer.log"
         self.drafters = self.folder / "drafters"
-        self.drafters.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(OWNERS_FOLDER)  # which nobody else can enter, whatever the modes of its files
-        self.file.touch()
         (self.first,) = drafter_folders(recipe)
+        check_as_trained(self.first)
+        self.drafters.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)  # which nobody else can enter, whatever the modes of its files
+        self.file.touch()
         weights, started = " ".join(weights_sha256(self.first).values()), self.folder / "first_drafter"
         if not started.is_file():
             write_atomically(started, weights)
@@ -206,43 +202,28 @@ def start_learning(learned: Learned, minutes: float) -> None:
 
 
 def _learn(learned: Learned, minutes: float) -> None:
-    """Train in cycles, as the training process of `serve --learn`."""
+    """Train and compare candidates, as the training process of `serve --learn`."""
     end_with_parent()
     if hasattr(os, "SCHED_IDLE"):
         # Niceness alone would still make the server's threads wait for a slice whenever they wake.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
-        os.nice(LOWEST_PRIORITY)
-    with (
-        FileLock(learned.folder / ".trainer.lock"),  # the trainer of a killed server may still be ending
-        learned.log.open("a", encoding="utf-8", buffering=1) as log,
-        redirect_stdout(log),
-        redirect_stderr(log),
-        suppress(KeyboardInterrupt),
-    ):
+        os.nice(19)
+    # Until the process ends, so that the traceback of an error is in the log too.
+    sys.stdout = sys.stderr = learned.log.open("a", encoding="utf-8", buffering=1)
+    with FileLock(learned.folder / ".trainer.lock"), suppress(KeyboardInterrupt):
         learner = Learner(learned, minutes)
         while True:
-            time.sleep(cycle_or_pause_s(learner))
-
-
-def cycle_or_pause_s(learner: Learner) -> float:
-    """Train and evaluate a candidate if there are new answers. Returns the seconds to wait before the next call.
-
-    An error of the system, such as a full disk, is written to `trainer.log`, and training is tried again.
-    """
-    try:
-        compared = learner.cycle()
-    except Exception as error:
-        sentence, pause_s = os_error_message(error), TRIES_AGAIN_AFTER_S
-        if sentence is None:
-            raise
-    else:
-        if compared is None:
-            return LOOKS_EVERY_S
-        sentence, pause_s = compared, 0.0
-    with suppress(OSError):  # the log is on the same disk
-        print(sentence)
-    return pause_s
+            try:
+                sentence = learner.cycle()
+            except Exception as error:
+                sentence = os_error_message(error)
+                if sentence is None:
+                    raise
+            if sentence is not None:
+                with suppress(OSError):  # of a full disk, which the log is on too
+                    print(sentence)
+            time.sleep(LOOKS_EVERY_S)
 
 
 class Learner:
@@ -257,7 +238,9 @@ class Learner:
         self.target, _ = load_target(recipe.target)
         pack_linears(self.target)  # as in the server
         self.method = recipe.eval.methods[0].model_copy(update={"lookup": False})  # trees of the drafter alone
-        self.drafter = recipe_of_drafter(learned.first)
+        config = load_drafter(learned.first, self.target).config
+        options = config.options.model_dump(mode="json", exclude_none=True) | config.Options.while_serving
+        self.drafter = {"kind": config.kind, "options": options}
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[Answer]()  # those that the last training could choose from
         self.seen_ns = 0  # when `answers.jsonl` had last changed at the last cycle
@@ -379,12 +362,3 @@ def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
         popped.append(rows.pop())
         tokens -= len(popped[-1]["input_ids"])
     return popped
-
-
-def recipe_of_drafter(folder: Path) -> dict[str, Any]:
-    """Return the `drafter` section of a recipe that trains a drafter like the one in this folder while it serves."""
-    config = drafter_config(folder)
-    kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
-    options = load_drafter_class(kind).config_class.Options
-    chosen = {key: config[key] for key in options.model_fields if config.get(key) is not None}
-    return {"kind": kind, "options": chosen | options.while_serving}

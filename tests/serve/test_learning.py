@@ -23,6 +23,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.report.bootstrap import QuestionSums
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.sampling import Sampling
@@ -32,11 +33,7 @@ from draftsmith.recipes.conversations import SourceRecipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.serve import learning, server, worker
-from draftsmith.serve.learning import (
-    Learned,
-    Learner,
-    interpolate_weights,
-)
+from draftsmith.serve.learning import Learned, Learner, interpolate_weights
 from draftsmith.serve.worker import CompletedAnswer, Job, Worker
 
 pytestmark = pytest.mark.slow
@@ -108,6 +105,12 @@ def test_newest_answers_are_kept_and_torn_lines_dropped(tmp_path: Path) -> None:
     assert len(learned.file.read_bytes().splitlines()) == 4  # it and the newest three before it
     assert again.answers()[-1].ids == (8, 7)
     assert stat.S_IMODE(learned.folder.stat().st_mode) == 0o700
+    (learned.folder / "first_drafter").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="restore those weights, or delete the folder"):
+        Learned(learned.recipe, 3)
+    shutil.rmtree(learned.first)
+    with pytest.raises(UserError, match="holds no trained drafter"):
+        Learned(learned.recipe, 3)
 
 
 def test_full_disk_loses_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
