@@ -261,12 +261,7 @@ def serve(
             markup=False,
         )
         start_learning(learned, learn_minutes)
-        worker = Worker(
-            _with_method(loaded, method),
-            waiting,
-            lambda finished: learned.add(finished.prompt_ids, finished.record),
-            learned.newer,
-        )
+        worker = Worker(_with_method(loaded, method), waiting, learned.add, learned.newer)
     else:
         worker = Worker(loaded, waiting)
     page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"

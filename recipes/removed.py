@@ -32,7 +32,7 @@ REMOVED: dict[str, Removed] = {
     "data.distill.options.api": Removed(
         "servers get the prompt as token ids: use vLLM, SGLang or llama-server", unset=("completions",)
     ),
-    "serve --rollback": Removed("set `current` in learned/state.json to an earlier drafter's number, 0 for the first"),
+    "serve --rollback": Removed("delete the newest folder of learned/drafters/; the one before it serves then"),
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
     "drafter.options.dpace_alpha": Removed("use `until_first_error: true`"),
