@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 from support.places import make_importable
 
 ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".toml")
 PYTEST = (*("-q", "-x", "-p", "no:cacheprovider", "--no-header"), "-m", "not slow and not nightly and not cuda")
 FAILED_TESTS = 1  # pytest's exit code
 
@@ -35,80 +37,7 @@ class Mutant:
     tests: str
 
 
-VERIFY = "eval/trees/verify.py"
-LAYOUT = "models/groups/layout.py"
-MUTANTS = (
-    Mutant(
-        "p and q swapped",
-        VERIFY,
-        "p_token / (lenience * q_token)",
-        "lenience * q_token / p_token.clamp_min(1e-300)",
-        "tests/eval/trees/test_verify.py",
-    ),
-    Mutant(
-        "a rejected sibling stays in q",
-        VERIFY,
-        "q = _without(q, tree.tokens[child])",
-        "q = q.clone()",
-        "tests/eval/trees/test_verify.py",
-    ),
-    Mutant(
-        "the KV cache keeps the first nodes, not the path's",
-        "models/decoding/kv_cache.py",
-        "source = to_device(path[in_place:], self.keys.device) + self.length",
-        "source = torch.arange(in_place, len(path)) + self.length",
-        "tests/models/kernels/test_cpu_kernels.py",
-    ),
-    Mutant(
-        "position ids of a tree's nodes count on",
-        "models/decoding/forward.py",
-        "numbers[:, 0], numbers[:, 1] = torch.tensor(depths) + length, length",
-        "numbers[:, 0], numbers[:, 1] = torch.arange(num_rows) + length, length",
-        "tests/eval/decoding/test_session.py",
-    ),
-    Mutant(
-        "a label off by one",
-        LAYOUT,
-        "torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)",
-        "torch.where(valid, input_ids_bs[:, shift - 1 : length - 1], IGNORED_LABEL)",
-        "tests/models/groups/test_layout.py",
-    ),
-    Mutant(
-        "a mask's position off by one",
-        LAYOUT,
-        "return self.token_n % self.shape[2] + self.row_n",
-        "return self.token_n % self.shape[2] + (self.row_n - 1).clamp_min(0)",
-        "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
-    ),
-    Mutant(
-        "gradients of several processes averaged, not added up",
-        "train/drafter/trainer.py",
-        "loss = output.loss * self.args.world_size",
-        "loss = output.loss",
-        "tests/train/drafter/test_global_batch.py",
-    ),
-    Mutant(
-        "the first batches again after a resume",
-        "train/drafter/stage.py",
-        "trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)",
-        "args.ignore_data_skip = True; trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)",
-        "tests/train/drafter/test_resume.py -k ctrl_c",
-    ),
-    Mutant(
-        "a conversation asked twice",
-        "data/distill/ledger.py",
-        "return key in self._kept or key in self._failed",
-        "return key in self._kept and key in self._failed",
-        "tests/data/distill",
-    ),
-    Mutant(
-        "a speedup over the wrong baseline",
-        "eval/bench/records.py",
-        'self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]',
-        'self.answers[f"{AUTOREGRESSIVE}@0"]',
-        "tests/eval/bench/test_spec_bench.py",
-    ),
-)
+MUTANTS = [Mutant(**each) for each in tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]]
 
 
 def copied_tree(folder: Path) -> Path:
