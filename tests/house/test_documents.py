@@ -81,6 +81,22 @@ def test_tables_agree_with_the_code() -> None:
     assert made == {*reference.MADE}
 
 
+def test_sentences_repeat_the_figures_of_their_file() -> None:
+    """Outside the made tables too: README and the pages that name the headline again."""
+    shipped = ROOT / "docs" / "results" / "smollm2" / "shipped.json"
+    figures = json.loads(shipped.read_text(encoding="utf-8"))["figures"]
+    of = {name: figures["rows"][f"{name}@0"]["over_tasks"] for name in ("tree-7", "tree-7-lookup", "prompt-lookup")}
+    alone, both, untrained = (f"{row['speedup_mean']:.2f}" for row in of.values())
+    share = f"at {figures['baseline'][0]['share']:.0%}".replace("%", " %")
+    sentences = {
+        "README.md": (f"{share} of the memory's bandwidth",),
+        "docs/measured/results.md": (f"generates {alone} times", f"lookups {both} times", f"{share} of the memory's"),
+        "docs/guides/choose.md": (f"{untrained}x on SmolLM2", f"inner features: {of['tree-7']['tau']:.2f} and"),
+    }
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in sentences}
+    assert [(page, each) for page, of_page in sentences.items() for each in of_page if each not in texts[page]] == []
+
+
 def test_pictures_agree_with_the_figures() -> None:
     """If they do not, `make reference` redraws them."""
     assert [file.name for file, text in pictures().items() if file.read_text(encoding="utf-8") != text] == []
