@@ -111,7 +111,7 @@ embedded: $(READY)
 	$(BIN)/draftsmith run recipes/embedded.yaml
 
 demo: $(READY)
-	$(BIN)/draftsmith demo
+	$(BIN)/draftsmith demo $(if $(TARGET),--target $(patsubst qwen,qwen2.5-coder-0.5b,$(TARGET)))
 
 # One after the other; each goes on where it stopped. The conversations are distilled once for all of them.
 smollm2: $(READY) smollm2-target

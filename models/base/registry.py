@@ -23,8 +23,10 @@ from draftsmith.models.weights import load_weights, some_of, weights_sha256
 from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import TRAINING_FILE
 
-# The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
+# The drafter for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
+# The drafters of `draftsmith demo`, by their target's name in `models/target/packaged.py`.
+SHIPPED_DRAFTERS = {"smollm2": SHIPPED_DRAFTER, "qwen2.5-coder-0.5b": SHIPPED_DRAFTER / "qwen2.5-coder-0.5b"}
 DRAFTERS = SHIPPED_DRAFTER.with_name("drafters")  # a file each
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 NOT_IN_FOLDERS = ["*/*"]
