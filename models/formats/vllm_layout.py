@@ -125,6 +125,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         state["masks"] = state["masks"][:1]
     options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **rope}
     options |= {option: keys[option] for option in OPTIONS if option in keys}
+    options["markov_rank"] = keys.whole("markov_rank") if "markov_rank" in keys else 0
     options["sliding_window"] = window_of(keys)
     if "d2t" in state:
         drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
