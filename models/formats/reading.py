@@ -289,8 +289,9 @@ def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
         raise UserError(
             f"config.json: the keys of its layers are not what transformers reads ({reason(error)})"
         ) from None
-    if not is_rope_theta(theta):
-        raise UserError(f"config.json: `rope_theta` is {theta!r}, not a finite number above 0: correct it")
+    for each in (theta, values.get("rope_theta", theta)):  # the second is not read beside `rope_parameters`
+        if not is_rope_theta(each):
+            raise UserError(f"config.json: `rope_theta` is {each!r}, not a finite number above 0: correct it")
     return config
 
 
