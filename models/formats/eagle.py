@@ -283,11 +283,13 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     """
     kind, rope, assumed = read_layers(checkpoint, target_config)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
-    borrowed, tokens = take_borrowed(state), checkpoint.keys.draft_tokens()
-    biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
+    keys = checkpoint.keys
+    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+    borrowed, tokens = take_borrowed(state), keys.draft_tokens()
+    biased = "fc.bias" in state and (keys.flag("bias") or bool(state["fc.bias"].any()))
     if not biased:
         state.pop("fc.bias", None)
-    options = {"fc_bias": biased, "layers": kind, **NO_FIRST_TOKEN, **rope}
+    options = {"fc_bias": biased, "layers": kind, "draft_vocab_size": drafted, **NO_FIRST_TOKEN, **rope}
     options |= {} if tokens is None else {"draft_depth": tokens}
     return Parameters("eagle", options, state, borrowed, assumed=assumed)
 

@@ -35,6 +35,7 @@ from draftsmith.models.target.text_model import (
     use_configured_time_steps,
     use_exact_attention,
 )
+from draftsmith.models.target.view import target_value
 from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.loading import ADAPTER_FILE, adapter_error
@@ -210,15 +211,25 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
     """Load the target's generation config, or build it from the target's config.
 
     Raises:
-        UserError: The generation config is damaged; transformers would ignore it and its end tokens.
+        UserError: The generation config is damaged; transformers would ignore it and its end tokens. Or an end token
+            is none of the target's tokens.
     """
-    location = target_location(recipe)
-    if (Path(location) / "generation_config.json").is_file():
-        return _read(location, lambda: GenerationConfig.from_pretrained(location))
+    location, config, file = target_location(recipe), load_target_config(recipe), "generation_config.json"
     try:
-        return GenerationConfig.from_pretrained(location, revision=recipe.revision)
+        if (Path(location) / file).is_file():
+            found = _read(location, lambda: GenerationConfig.from_pretrained(location))
+        else:
+            found = GenerationConfig.from_pretrained(location, revision=recipe.revision)
     except OSError:
-        return GenerationConfig.from_model_config(load_target_config(recipe))
+        found, file = GenerationConfig.from_model_config(config), "config.json"
+    ends, vocabulary = found.eos_token_id, target_value(config, "vocab_size")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if ends is not None and (type(end) is not int or not 0 <= end < vocabulary):
+            raise UserError(
+                f"target.model {recipe.model}: {file}: `eos_token_id` is {ends!r}, and the target's tokens are whole "
+                f"numbers from 0 to {vocabulary - 1}: correct it"
+            )
+    return found
 
 
 def weights_hash(recipe: TargetRecipe) -> str | None:
