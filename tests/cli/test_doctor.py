@@ -317,6 +317,15 @@ def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest
     assert ParallelDecoder.__module__.removeprefix("draftsmith.").replace(".", "/") in finding["sentence"]
 
 
+def test_doctor_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a launcher has left in the environment; its findings would be hidden from all but the first process."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "PMI_SIZE": "x"}.items():
+        monkeypatch.setenv(name, value)
+    code, findings, printed = clinic(tmp_path).examine()
+    assert (code, findings["drafter/train section"]["status"]) == (0, "ok")
+    assert "transformers.TrainingArguments accepts it" in printed
+
+
 def test_serve_command_is_shown(tmp_path: Path) -> None:
     mine = clinic(tmp_path, num_hidden_layers=4)
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
