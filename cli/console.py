@@ -26,12 +26,13 @@ from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.files import check_writable, expand_home, write_atomically
 from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.removed import removal_of
-from draftsmith.recipes.run_folder import is_first_process
+from draftsmith.recipes.run_folder import is_first_process, leave_launch
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
 COMMON_OPTIONS = "Every command also takes `--json`, `--json=FILE` and `--quiet`: see `draftsmith --help`."
+SHARED = ("distill", "train", "run")  # commands whose work the processes of a launch share
 PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in `draftsmith --help`
 
 
@@ -136,7 +137,10 @@ class WithTerminalOptions(TyperGroup):
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, move_to_front(args))
+        words = move_to_front(args)
+        if next((word for word in words if not word.startswith("-")), "") not in SHARED:
+            leave_launch()
+        return super().parse_args(ctx, words)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command and its arguments.

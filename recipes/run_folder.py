@@ -31,6 +31,8 @@ from draftsmith.recipes.schema import Recipe
 PROVENANCE = "provenance.json"
 SETTINGS, TEMPLATE_DATE = "distill_settings.json", "target.template_date"
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
+RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")  # variables of torchrun
+MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
@@ -91,17 +93,33 @@ def process_of_launch() -> tuple[int, int]:
     A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
 
     Raises:
-        UserError: One of the variables is not a number.
+        UserError: One of the variables is not a number, or the rank is not below the world size.
     """
-    processes = _environment_number("WORLD_SIZE", 1)
-    return (_environment_number("RANK", 0) if processes > 1 else 0), processes
+    processes = environment_number("WORLD_SIZE")
+    rank = environment_number("RANK", 0, least=0) if processes > 1 else 0
+    if rank >= processes:
+        raise UserError(f"RANK={rank} in the environment is not below WORLD_SIZE={processes}: correct or unset both")
+    return rank, processes
 
 
-def _environment_number(name: str, default: int) -> int:
+def environment_number(name: str, default: int = 1, least: int = 1) -> int:
+    """Return a number that a launcher puts into the environment; the default if it is not set or empty.
+
+    Raises:
+        UserError: The value is not a number, or is below `least`.
+    """
     value = os.environ.get(name, "").strip() or str(default)
-    if not value.isdecimal():
-        raise UserError(f"{name}={value} in the environment is not a number: unset {name}, or start by `torchrun`")
+    if not value.isdecimal() or int(value) < least:
+        raise UserError(
+            f"{name}={value} in the environment is not a number from {least} on: unset {name}, or start by `torchrun`"
+        )
     return int(value)
+
+
+def leave_launch() -> None:
+    """Remove the variables of launchers from the environment, for a command that is one process whatever they say."""
+    for name in (*RANKS, *MPI_WORLD_SIZES):
+        os.environ.pop(name, None)
 
 
 def is_first_process() -> bool:

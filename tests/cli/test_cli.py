@@ -123,6 +123,10 @@ def test_processes_are_launched(code: int, monkeypatch: pytest.MonkeyPatch) -> N
     words = ["2", "-m", "draftsmith.train.train_parallel", "quickstart", "train.max_steps=2"]
     assert command[number + 1 :] == words
     assert command[number - 1].endswith(("accelerate/cpu_x2.yaml", "accelerate/multi_gpu.yaml"))
+    assert ("no GPU: 2 processes share" in result.stdout) == command[number - 1].endswith("cpu_x2.yaml")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = RUNNER.invoke(cli.app, ["train", "quickstart", "--processes", "2"])
+    assert (result.exit_code, "unset WORLD_SIZE=2, or leave it out" in result.stderr) == (2, True)
 
 
 def test_a_failed_launch_ends_with_the_code_of_its_process(tmp_path: Path) -> None:

@@ -79,9 +79,13 @@ def test_lock_error_names_the_other_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")  # the second process of a training whose first one holds the lock
     assert stage(recipe, 3) == 3
-    monkeypatch.setenv("RANK", "one")
-    with pytest.raises(UserError, match="RANK=one in the environment is not a number: unset RANK, or start by `torch"):
-        stage(recipe, 3)
+    for rank, message in (
+        ("one", "is not a number from 0 on: unset RANK, or start"),
+        ("2", "is not below WORLD_SIZE=2"),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match=f"RANK={rank} in the environment {message}"):
+            stage(recipe, 3)
 
 
 def test_dead_process_releases_the_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:

@@ -320,7 +320,7 @@ def test_rows_are_those_of_the_sources_as_they_are_now(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["transformers", "none"])
 def test_processes_of_a_launch_share_the_conversations(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first holds the lock for all; both together give what one alone gives, which the last one sees."""
     recipe, tokenizer = make_recipe(source, engine=engine), tiny_tokenizer(templates.CHATML)
@@ -332,6 +332,8 @@ def test_processes_of_a_launch_share_the_conversations(
         reports.append(run(recipe, tmp_path / "out", HashEngine(tokenizer)))
     assert [(report.kept, report.left) for report in reports] == [(3, 4), (4, 0)]
     assert "4 conversations are left to the other processes" in reports[0].sentence()
+    said = capfd.readouterr().err
+    assert all(f"process {n} of 2 answers {share} of 7 conversations\n" in said for n, share in ((2, 3), (1, 4)))
     assert records_and_failures(tmp_path / "out") == records_and_failures(tmp_path / "whole")
     with run_lock(tmp_path / "out", "distill"), pytest.raises(UserError, match="out is in use by `draftsmith distill`"):
         run(recipe, tmp_path / "out", HashEngine(tokenizer))
