@@ -3,7 +3,8 @@
 Methods with a lenience below 1 are not lossless: they are left out and named.
 
 1. Greedy identity: every method's greedy answers are compared with those of the loop without a draft. The first
-   difference is either a numerical tie or a bug (`draftsmith.eval.bench.divergence`).
+   difference is a numerical tie, at tokens whose logits are equal within rounding, or else a bug: the answer is not
+   the target's (`draftsmith.eval.bench.divergence`).
 2. Distribution: sampled answers against the target's probabilities, by Rosenblatt's transform. If x is drawn from p,
    u = p(tokens more likely than x) + v p(x) with v uniform is uniform on [0, 1], at every position and after any
    prefix. So one chi-square test covers all tokens of all answers, for any vocabulary and any prompts; the baseline's

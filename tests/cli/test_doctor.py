@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
+from support.tiny_models import long_rope
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -163,7 +164,11 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     ),
     "more tokens than positions": (
         {"max_position_embeddings": 20}, ["data.distill.engine=none"],
-        "source/positions", "only 20 positions: set data.max_length_tokens to 20",
+        "source/positions", "but the target has 20 positions: set data.max_length_tokens to 20",
+    ),
+    "a switch of RoPE": (
+        {"rope_parameters": long_rope(240)}, ["data.distill.engine=none"],
+        "source/positions", "may have 250 tokens, but the target's RoPE .* one beyond 240 tokens: set .* to 240",
     ),
     "no room for answers": (
         {"max_position_embeddings": 64}, ["data.distill.max_new_tokens=60"],
