@@ -5,7 +5,7 @@ target is compared with the target's config, which is pydantic's validation cont
 """
 
 import sys
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 import torch
 from pydantic import (
@@ -143,7 +143,7 @@ Layers = Annotated[
 ]
 
 
-def is_rope_theta(value: Any) -> bool:
+def is_rope_theta(value: Any) -> TypeGuard[float]:
     """Return whether a value can be RoPE's base: a finite number above 0."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
