@@ -24,8 +24,9 @@ from draftsmith.data.distill.ledger import SHARDS, LedgerView
 from draftsmith.data.distill.limits import (
     ITS_TOKENIZER,
     TargetLimits,
-    count_prompts_with_room,
+    has_room,
     no_room_sentence,
+    sample_prompt_lengths,
     target_limits,
 )
 from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report
@@ -319,14 +320,16 @@ def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], val
 
 def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:
     """Check whether prompts leave room for answers."""
-    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
+    lengths = sample_prompt_lengths(recipe, expected.tokenizer, conversations)
+    fitting, looked_at = sum(has_room(recipe, length, expected.limits) for length in lengths), len(lengths)
+    none_fits = no_room_sentence(recipe, lengths, expected.limits)
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, so they would fail: lower that key, or use shorter conversations"
     return Finding.of(
         "room for answers",
         f"{fitting} of {looked_at} prompts leave room for an answer",
         {"fitting": fitting, "prompts": looked_at},
-        (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, expected.limits)),
+        (none_fits, "defect", str(none_fits)),
         (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
     )
 

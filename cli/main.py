@@ -245,7 +245,7 @@ def serve(
         from draftsmith.serve.server import run as run_server
         from draftsmith.serve.worker import Worker
     except ImportError as missing:
-        raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
+        raise UserError(f"serve needs {missing.name}: pip install -e '.[serve]' in a checkout") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))

@@ -91,38 +91,47 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def count_prompts_with_room(
-    recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
-) -> tuple[int, int]:
-    """Return how many first prompts of a random sample leave room for an answer, and how many the template accepts.
+def sample_prompt_lengths(recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation]) -> list[int]:
+    """Return the numbers of tokens of a random sample of first prompts, without those that the template refuses."""
+    all_conversations = list(conversations)
+    sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
+    lengths = []
+    for conversation in sample:
+        first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
+        try:
+            lengths.append(len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools)))
+        except TemplateProblem:
+            continue
+    return lengths
+
+
+def has_room(recipe: Recipe, length_tokens: int, limits: TargetLimits) -> bool:
+    """Return whether a prompt of this length leaves room for an answer.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
     `data.max_length_tokens`.
     """
-    all_conversations = list(conversations)
-    sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
-    fitting = looked_at = 0
-    for conversation in sample:
-        first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
-        try:
-            length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
-        except TemplateProblem:
-            continue
-        looked_at += 1
-        within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
-        fitting += within and length < recipe.data.max_length_tokens
-    return fitting, looked_at
+    within = limits.positions is None or length_tokens + recipe.data.distill.max_new_tokens <= limits.positions
+    return within and length_tokens < recipe.data.max_length_tokens
 
 
-def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Return the error message for the case that none of `looked_at` prompts leaves room for an answer."""
-    new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
-    within = f"data.max_length_tokens={length}"
-    if limits.positions is not None:
-        within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
+def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str | None:
+    """Return the error message if there are prompts and none leaves room for an answer; None otherwise."""
+    if not lengths or any(has_room(recipe, length, limits) for length in lengths):
+        return None
+    most, positions = recipe.data.max_length_tokens, limits.positions
+    short = [length for length in lengths if length < most and (positions is None or length < positions)]
+    if positions is None or not short:
+        room = "" if positions is None else f" and the target's {positions:,} positions"
+        return (
+            f"none of {len(lengths)} prompts leaves room for an answer within data.max_length_tokens={most}{room}, the "
+            f"longest has {max(lengths):,} tokens: use shorter conversations, or raise data.max_length_tokens"
+        )
     return (
-        f"none of {looked_at} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}: "
-        "lower data.distill.max_new_tokens, or use shorter conversations"
+        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens="
+        f"{recipe.data.distill.max_new_tokens} within the target's {positions:,} positions: set "
+        f"data.distill.max_new_tokens to {positions - max(short)} at most, as the longest prompt has "
+        f"{max(short):,} tokens"
     )
 
 
@@ -185,6 +194,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
-        fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
-        if looked_at and not fitting:
-            raise UserError(no_room_sentence(recipe, looked_at, limits))
+        lengths = sample_prompt_lengths(recipe, tokenizer, conversations.values())
+        if sentence := no_room_sentence(recipe, lengths, limits):
+            raise UserError(sentence)

@@ -103,8 +103,12 @@ def compute_ratio(figure: Ratio, sums: QuestionSums) -> float:
 
 
 def interval(figure: Ratio, sums: QuestionSums) -> list[float] | None:
-    """Return the confidence interval of the figure at `LEVEL`, over questions; None for too few questions."""
-    return _ends([(figure, sums, 1.0)])
+    """Return the confidence interval of the figure at `LEVEL`, over questions; None for too few questions.
+
+    A round commits at least the target's own token, so an interval of tau begins at 1 or above.
+    """
+    ends = _ends([(figure, sums, 1.0)])
+    return [max(1.0, end) for end in ends] if ends is not None and figure == tau else ends
 
 
 def paired_ratio(figure: Ratio, mine: QuestionSums, other: QuestionSums) -> list[float] | None:

@@ -75,6 +75,7 @@ OF_FILES = [
     (BOMB, [], "it has more than 20 aliases: write their values out"),
     (BOMB.replace("train", "no_such_key"), [], "it has more than 20 aliases"),
     ("name: a", [f"train={FLOW_BOMB}"], "it has more than 20 aliases"),
+    ("name: a\ntrain: {x: 1}  #" + "x" * 2**20, [], "mine.yaml has more than 1,048,576 characters"),
     ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is repeated"),
     ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is repeated"),
     ("name: a", ["seed=1" + "0" * 5000], "the value is not valid YAML"),
@@ -209,6 +210,15 @@ def test_error_names_the_file_and_line(tmp_path: Path, child: str, sentence: str
         load_recipe(file)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_long_chain_of_files_is_refused(tmp_path: Path) -> None:
+    chain = {f"f{number}": f"extends: f{number + 1}.yaml\n" for number in range(20)}
+    file = write_files(tmp_path, child="name: child\nextends: f1.yaml\n", **chain, f20="seed: 5\n")
+    with pytest.raises(UserError, match=r"f19\.yaml, line 1: key `extends`: more than 20 files in a chain"):
+        load_recipe(file)
+    write_files(tmp_path, child="name: child\nextends: f2.yaml\n")
+    assert load_recipe(file).seed == 5
 
 
 def test_error_about_an_override_names_no_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from draftsmith.eval.report.sentences import (
     SLOWER,
     UNCLEAR,
     lossless,
+    next_steps,
     verdict_word,
     verdicts,
 )
@@ -93,6 +94,13 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
     ]
     assert [(each.row["method"], each.row["temperature"]) for each in verdicts(rows, [])] == [("fast", 0), ("hot", 1)]
     assert verdicts(SUMMARY[:3], TIMING) == []
+
+
+def test_advice_is_about_the_lowest_temperature() -> None:
+    hot = TIMING[0] | {"method": "hot", "temperature": 1.0, "speedup_with_prefill": 9.0}
+    steps = " ".join(next_steps(SUMMARY, [hot, TIMING[0] | {"cost_ratio": 52.887}], Recipe(name="demo").model_dump()))
+    assert "in 50% of the rounds of tree:" in steps
+    assert "Drafting costs 52.89 steps of the target:" in steps
 
 
 def test_lossless_verdict() -> None:
