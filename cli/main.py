@@ -172,6 +172,8 @@ def init(
     recipe = load_recipe(written)
     if THINKING in recipe.target.chat_template_kwargs:
         console.print(f"Note: {written} sets {THINKING} to false: change it there if you serve with thoughts.")
+    if recipe.data.distill.engine == "transformers":
+        console.print(f"Note: vLLM is not installed here, so {written} distils by transformers (data.distill.engine).")
     tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
     console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
     print_next_command("plan", written, None)

@@ -122,16 +122,16 @@ def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -
     most, positions = recipe.data.max_length_tokens, limits.positions
     short = [length for length in lengths if length < most and (positions is None or length < positions)]
     if positions is None or not short:
-        room = "" if positions is None else f" and the target's {positions:,} positions"
+        is_raised = positions is None or most < positions
+        within = f"data.max_length_tokens={most}" if is_raised else f"the target's {positions:,} positions"
         return (
-            f"none of {len(lengths)} prompts leaves room for an answer within data.max_length_tokens={most}{room}, the "
-            f"longest has {max(lengths):,} tokens: use shorter conversations, or raise data.max_length_tokens"
+            f"none of {len(lengths)} prompts leaves room for an answer within {within}, the longest has "
+            f"{max(lengths):,} tokens: use shorter conversations{', or raise that key' * is_raised}"
         )
     return (
         f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens="
         f"{recipe.data.distill.max_new_tokens} within the target's {positions:,} positions: set "
-        f"data.distill.max_new_tokens to {positions - max(short)} at most, as the longest prompt has "
-        f"{max(short):,} tokens"
+        f"data.distill.max_new_tokens to {positions - max(short)} at most, for a prompt of {max(short):,} tokens"
     )
 
 

@@ -115,7 +115,7 @@ def test_lossless_verdict() -> None:
     assert "the changed target's" in sentences([each | {"target_change": "LoRA"} for each in SUMMARY])[2]
     word, tone, sentence = sentences([*SUMMARY, TIES])
     assert (word, tone) == ("Lossless, but for rounding", "good")
-    assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 part")
+    assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 differ")
     wrong = ("NOT LOSSLESS", "bad", "Greedy answers of bad differ from the target's.")
     assert sentences([*SUMMARY, TIES, BUG], {"holds": True}) == wrong
     hot = [row("x", "overall", 1.0)]
