@@ -24,9 +24,8 @@ from draftsmith.data.distill.ledger import SHARDS, LedgerView
 from draftsmith.data.distill.limits import (
     ITS_TOKENIZER,
     TargetLimits,
-    has_room,
+    count_prompts_with_room,
     no_room_sentence,
-    sample_prompt_lengths,
     target_limits,
 )
 from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report
@@ -320,16 +319,15 @@ def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], val
 
 def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:
     """Check whether prompts leave room for answers."""
-    lengths = sample_prompt_lengths(recipe, expected.tokenizer, conversations)
-    fitting, looked_at = sum(has_room(recipe, length, expected.limits) for length in lengths), len(lengths)
-    none_fits = no_room_sentence(recipe, lengths, expected.limits)
+    fitting, lengths = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
+    looked_at, has_none = len(lengths), lengths and not fitting
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, so they would fail: lower that key, or use shorter conversations"
     return Finding.of(
         "room for answers",
         f"{fitting} of {looked_at} prompts leave room for an answer",
         {"fitting": fitting, "prompts": looked_at},
-        (none_fits, "defect", str(none_fits)),
+        (has_none, "defect", no_room_sentence(recipe, lengths, expected.limits) if has_none else ""),
         (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
     )
 

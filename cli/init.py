@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from draftsmith.data.distill.limits import target_limits
-from draftsmith.data.sources.files import InvalidConversation, is_hub_name, read_records
-from draftsmith.data.sources.record_reader import NoQuestion, parse_conversation
+from draftsmith.data.sources.files import is_hub_name
+from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.errors import UserError
 from draftsmith.files import expand_home, write_atomically
 from draftsmith.models.base.registry import load_drafter_class
@@ -46,8 +46,8 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
         name: Name of the run; None: made of the target's name and the drafter's kind.
 
     Raises:
-        UserError: The file exists, a path does not, the first conversation of a local file cannot be used, or the
-            config or tokenizer of a local target cannot be read.
+        UserError: The file exists, a path does not, the first record of `data` is no conversation, or the config or
+            tokenizer of a local target cannot be read.
     """
     base = load_recipe(BASES.get(engine, BASE_OF_ENGINES))
     kind = base.drafter.kind
@@ -58,8 +58,9 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     for option, given in (("--target", target), ("--data", data)):
         if not expand_home(given).exists() and not is_hub_name(given):
             raise UserError(f"{option} {given} does not exist: correct the path, or give a Hub id")
-    if expand_home(data).is_file():
-        _check_first_record(expand_home(data))
+    if expand_home(data).exists():
+        source = {"source": data, "decontaminate": []}
+        next(load_conversations(Recipe.model_validate({"name": "first", "data": {"conversations": source}})))
     variables, positions = _read_target(target)
     has_vllm = importlib.util.find_spec("vllm") is not None
     distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
@@ -78,22 +79,6 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     write_atomically(file, _as_text(Recipe.model_validate(values), base, engine))
     load_recipe(file)
     return file
-
-
-def _check_first_record(file: Path) -> None:
-    """Check that the first record with a question can be read as a conversation.
-
-    Raises:
-        UserError: It cannot, or the file is in no known format.
-    """
-    for where, record in read_records(file):
-        if isinstance(record, InvalidConversation):
-            raise record
-        try:
-            parse_conversation(record, where, keeps_answers=False)
-        except NoQuestion:
-            continue
-        return
 
 
 def _read_target(target: str) -> tuple[dict[str, bool], int | None]:

@@ -128,6 +128,8 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         place = _locate(("extends",), [child], [])
         if not isinstance(name, str):
             raise UserError(f"{place}: key `extends` must be the name or the path of one recipe, not {_kind(name)}")
+        if len(files) == MOST_FILES:
+            raise UserError(f"{place}: key `extends`: more than {MOST_FILES} files in a chain: join some of them")
         try:
             parent = find_recipe(name, child)
         except UserError as error:
@@ -135,8 +137,6 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         if any(parent.samefile(other) for other in files):
             names = " extends ".join(str(each) for each in (*files, parent))
             raise UserError(f"{place}: key `extends` goes in a circle ({names}): take it out of one of these files")
-        if len(files) == MOST_FILES:
-            raise UserError(f"{place}: key `extends`: more than {MOST_FILES} files in a chain: join some of them")
     return files
 
 

@@ -91,47 +91,40 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def sample_prompt_lengths(recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation]) -> list[int]:
-    """Return the numbers of tokens of a random sample of first prompts, without those that the template refuses."""
+def count_prompts_with_room(
+    recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
+) -> tuple[int, list[int]]:
+    """Return how many first prompts of a random sample leave room for an answer, and the lengths of all in tokens.
+
+    Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
+    `data.max_length_tokens`. Prompts that the template refuses are left out.
+    """
     all_conversations = list(conversations)
     sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
-    lengths = []
+    fitting, lengths = 0, list[int]()
     for conversation in sample:
         first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
         try:
-            lengths.append(len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools)))
+            length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
         except TemplateProblem:
             continue
-    return lengths
+        lengths.append(length)
+        within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
+        fitting += within and length < recipe.data.max_length_tokens
+    return fitting, lengths
 
 
-def has_room(recipe: Recipe, length_tokens: int, limits: TargetLimits) -> bool:
-    """Return whether a prompt of this length leaves room for an answer.
-
-    Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
-    `data.max_length_tokens`.
-    """
-    within = limits.positions is None or length_tokens + recipe.data.distill.max_new_tokens <= limits.positions
-    return within and length_tokens < recipe.data.max_length_tokens
-
-
-def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str | None:
-    """Return the error message if there are prompts and none leaves room for an answer; None otherwise."""
-    if not lengths or any(has_room(recipe, length, limits) for length in lengths):
-        return None
-    most, positions = recipe.data.max_length_tokens, limits.positions
-    short = [length for length in lengths if length < most and (positions is None or length < positions)]
-    if positions is None or not short:
-        is_raised = positions is None or most < positions
-        within = f"data.max_length_tokens={most}" if is_raised else f"the target's {positions:,} positions"
-        return (
-            f"none of {len(lengths)} prompts leaves room for an answer within {within}, the longest has "
-            f"{max(lengths):,} tokens: use shorter conversations{', or raise that key' * is_raised}"
-        )
+def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str:
+    """Return the error message for the case that no prompt, of these lengths in tokens, leaves room for an answer."""
+    new, most, longest = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens, max(lengths)
+    within, fitting = f"data.max_length_tokens={most}", 0
+    if limits.positions is not None:
+        within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
+        fitting = limits.positions - longest if longest < most else 0
+    lower = f"set data.distill.max_new_tokens to {fitting} at most" if fitting > 0 else "lower that key"
     return (
-        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens="
-        f"{recipe.data.distill.max_new_tokens} within the target's {positions:,} positions: set "
-        f"data.distill.max_new_tokens to {positions - max(short)} at most, for a prompt of {max(short):,} tokens"
+        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}, "
+        f"and the longest has {longest:,} tokens: {lower}, or use shorter conversations"
     )
 
 
@@ -194,6 +187,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
-        lengths = sample_prompt_lengths(recipe, tokenizer, conversations.values())
-        if sentence := no_room_sentence(recipe, lengths, limits):
-            raise UserError(sentence)
+        fitting, lengths = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
+        if lengths and not fitting:
+            raise UserError(no_room_sentence(recipe, lengths, limits))

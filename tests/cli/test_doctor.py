@@ -167,7 +167,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no room for answers": (
         {"max_position_embeddings": 64}, ["data.distill.max_new_tokens=60"],
         "source/room for answers",
-        r"none of 3 prompts leaves room .*=60 within the target's 64 positions: set .* to \d+ at most, for a prompt",
+        r"none of 3 prompts leaves room .*=60 within the target's 64 positions, .* tokens: set .* to \d+ at most,",
     ),
     "no token of thoughts": (
         {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
