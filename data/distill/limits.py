@@ -123,8 +123,8 @@ def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -
         fitting = limits.positions - longest if longest < most else 0
     lower = f"set data.distill.max_new_tokens to {fitting} at most" if fitting > 0 else "lower that key"
     return (
-        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}, "
-        f"and the longest has {longest:,} tokens: {lower}, or use shorter conversations"
+        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}"
+        f"; the longest has {longest:,} tokens: {lower}, or use shorter conversations"
     )
 
 
