@@ -231,8 +231,8 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
         steps.append("`draftsmith demo` speeds up a chat model; docs/guides/train.md shows how to train for your own.")
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
-        coldest = next(iter(by_temperature(drafted).values()))
-        best = max(coldest, key=lambda row: row["speedup_with_prefill"])
+        at_lowest = next(iter(by_temperature(drafted).values()))
+        best = max(at_lowest, key=lambda row: row["speedup_with_prefill"])
         first = best["acceptance_by_depth"][:1]
         if not first or first[0] < 0.6:
             share = f"{first[0]:.0%}" if first else "none"
