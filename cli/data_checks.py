@@ -265,9 +265,9 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
             problems.append(problem)
             continue
         too_long += not found_rows
-        lost = row_counts["answers_cut"] + row_counts["answers_out"]
-        cut += lost > 0
-        answers_lost += lost
+        out = row_counts["answers_cut"] + row_counts["answers_out"]
+        cut += out > 0
+        answers_lost += out
         if conversation.is_answered:
             rows += mask_rows(found_rows, thoughts, masks_copies)[0]
 

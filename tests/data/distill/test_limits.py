@@ -41,7 +41,7 @@ def test_rows_beyond_the_limits_of_the_target_are_reported() -> None:
     check_tokens(rows, TargetLimits(10, 4), folder)
     check_tokens(rows, TargetLimits(), folder)
     with pytest.raises(
-        UserError, match=r"data/tokens has the token id 9, and the target's embedding has 9 rows: take the"
+        UserError, match=r"data/tokens has the token id 9, and the target's embedding has 9 rows: use the"
     ):
         check_tokens(rows, TargetLimits(9, 4), folder)
     with pytest.raises(
