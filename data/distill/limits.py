@@ -108,36 +108,38 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
 
 def count_prompts_with_room(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
-) -> tuple[int, int]:
-    """Return how many first prompts of a random sample leave room for an answer, and how many the template accepts.
+) -> tuple[int, list[int]]:
+    """Return how many first prompts of a random sample leave room for an answer, and the lengths of all in tokens.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
-    `data.max_length_tokens`.
+    `data.max_length_tokens`. Prompts that the template refuses are left out.
     """
     all_conversations = list(conversations)
     sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
-    fitting = looked_at = 0
+    fitting, lengths = 0, list[int]()
     for conversation in sample:
         first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
         try:
             length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
         except TemplateProblem:
             continue
-        looked_at += 1
+        lengths.append(length)
         within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
         fitting += within and length < recipe.data.max_length_tokens
-    return fitting, looked_at
+    return fitting, lengths
 
 
-def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Return the error message for the case that none of `looked_at` prompts leaves room for an answer."""
-    new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
-    within = f"data.max_length_tokens={length}"
+def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str:
+    """Return the error message for the case that no prompt, of these lengths in tokens, leaves room for an answer."""
+    new, most, longest = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens, max(lengths)
+    within, fitting = f"data.max_length_tokens={most}", 0
     if limits.positions is not None:
         within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
+        fitting = limits.positions - longest if longest < most else 0
+    lower = f"set data.distill.max_new_tokens to {fitting} at most" if fitting > 0 else "lower that key"
     return (
-        f"none of {looked_at} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}: "
-        "lower data.distill.max_new_tokens, or use shorter conversations"
+        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}"
+        f"; the longest has {longest:,} tokens: {lower}, or use shorter conversations"
     )
 
 
@@ -199,6 +201,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
-        fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
-        if looked_at and not fitting:
-            raise UserError(no_room_sentence(recipe, looked_at, limits))
+        fitting, lengths = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
+        if lengths and not fitting:
+            raise UserError(no_room_sentence(recipe, lengths, limits))

@@ -56,6 +56,7 @@ class Training:
     waited_for_batches_s: float = 0.0
     batch_size: int = 0
     rows: int | None = None
+    heldout_rows: int | None = None
     target_change: str | None = None
     draft_vocabulary_coverage: float | None = None  # share of the tokens with loss that a reduced one has
     weights_sha256: dict[str, str] | None = None

@@ -138,6 +138,7 @@ def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any
 
 EXPORTERS = {
     ("medusa", "vllm"): Exporter(
-        to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", first_token=True, needs_target=always
+        to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", first_token=True, needs_target=always,
+        versions="vLLM 0.32",
     ),
-}
+}  # fmt: skip

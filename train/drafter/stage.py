@@ -278,6 +278,7 @@ def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start
             "tokens": trainer.progress.tokens,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
+            "heldout_rows": None if trainer.eval_dataset is None else len(trainer.eval_dataset),
             "reproducible": reproducible,
             "weights_sha256": weights_sha256(folder),
             "target_change": getattr(drafter, "target_change", None),
