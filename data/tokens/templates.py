@@ -5,6 +5,7 @@ thoughts, how it writes tool calls, and which turns it leaves out. Thoughts in a
 under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -155,7 +156,9 @@ def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]
 
     def lacks(turns: tuple[Turn, ...]) -> bool:
         text = write(turns)
-        return bool(text) and any(turn.content not in text for turn in turns if MARK in turn.content)
+        contents = [turn.content for turn in turns if MARK in turn.content]
+        # A template may write JSON.
+        return bool(text) and any(each not in text and json.dumps(each)[1:-1] not in text for each in contents)
 
     if len({write((question,)) for _ in range(TIMES)}) > 1:
         raise UserError(
