@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.cli.console import console
 from draftsmith.data.distill.limits import target_limits
 from draftsmith.data.sources.files import is_hub_name
 from draftsmith.data.sources.mixture import load_conversations
@@ -46,7 +47,7 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
         name: Name of the run; None: made of the target's name and the drafter's kind.
 
     Raises:
-        UserError: The file exists, a path does not, the first record of `data` is no conversation, or the config or
+        UserError: The file exists, a path does not, `data` cannot be read, or the config or
             tokenizer of a local target cannot be read.
     """
     base = load_recipe(BASES.get(engine, BASE_OF_ENGINES))
@@ -60,7 +61,12 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
             raise UserError(f"{option} {given} does not exist: correct the path, or give a Hub id")
     if expand_home(data).exists():
         source = {"source": data, "decontaminate": []}
-        next(load_conversations(Recipe.model_validate({"name": "first", "data": {"conversations": source}})))
+        try:
+            next(load_conversations(Recipe.model_validate({"name": "first", "data": {"conversations": source}})))
+        except UserError as error:
+            if "data.conversations.columns" not in str(error):
+                raise
+            console.print(f"Note: {error}", markup=False)
     variables, positions = _read_target(target)
     has_vllm = importlib.util.find_spec("vllm") is not None
     distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
