@@ -42,7 +42,7 @@ def test_written_recipe_has_every_option(engine: str, kind: str, tmp_path: Path)
         wrong = CliRunner().invoke(cli.app, [*new, option, str(given)])
         assert (wrong.exit_code, sentence in wrong.stderr.replace("\n", " ")) == (2, True)
     noted = CliRunner().invoke(cli.app, [*new, "--data", str(tmp_path / "b.jsonl")])
-    assert (noted.exit_code, "b.jsonl line 1: a conversation needs" in noted.stdout.replace("\n", " ")) == (0, True)
+    assert (noted.exit_code, "b.jsonl line 1: a conversation needs" in noted.stderr.replace("\n", " ")) == (0, True)
 
 
 def test_recipe_follows_template_positions_and_installed_engines(tmp_path: Path) -> None:
