@@ -38,17 +38,15 @@ class Guess(Method):
         return DraftTree([self._newest, *drawn], TreeShape.chain(2), self._q.expand(3, -1))
 
 
-def distribution_proof(
-    temperature: float = 1.0, answers: int = 60, tokens: int = 20, target: Any = None
-) -> DistributionProof:
+def distribution_proof(temperature: float = 1.0, target: Any = None) -> DistributionProof:
+    """Test 60 answers of 20 tokens."""
     target, sampling = target or tiny_target(), Sampling(temperature)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
     measured = Arm(Guess(q, generator), sampling, generator)
     with TargetSession(target, 64) as session:
         drawn = [
-            (PROMPT, generate(session, measured.method, PROMPT, sampling, tokens, (), generator).ids)
-            for _ in range(answers)
+            (PROMPT, generate(session, measured.method, PROMPT, sampling, 20, (), generator).ids) for _ in range(60)
         ]
     return _test(target, measured, drawn)
 

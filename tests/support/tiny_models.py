@@ -76,14 +76,6 @@ def capped_target() -> PreTrainedModel:
     return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
 
 
-def tiny_chat_llama() -> LlamaForCausalLM:
-    """Build a target in float64 with the vocabulary of `tiny_tokenizers`."""
-    return smallest_llama(
-        0, 340, hidden_size=32, intermediate_size=64, max_position_embeddings=128, initializer_range=0.6,
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-
-
 def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausalLM:
     """Build a target in float64 with 16 features, for tests with many answers."""
     values: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.half_right import TINY, greedy_reference
 from support.openai_setup import run
-from support.tiny_models import HYBRIDS, long_rope, tiny_chat_llama, tiny_target
+from support.tiny_models import HYBRIDS, long_rope, smallest_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, GenerationSettings, Request
@@ -19,7 +19,10 @@ from draftsmith.errors import UserError
 
 @pytest.fixture(scope="module")
 def tiny_llama() -> LlamaForCausalLM:
-    return tiny_chat_llama()
+    return smallest_llama(
+        0, 340, hidden_size=32, intermediate_size=64, max_position_embeddings=128, initializer_range=0.6,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
 
 
 END_IDS = (1,)
