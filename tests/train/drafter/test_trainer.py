@@ -13,7 +13,6 @@ from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.train.drafter import stage
-from draftsmith.train.drafter import training_arguments as training_arguments_module
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -176,14 +175,12 @@ def test_invalid_train_keys_are_reported(tmp_path: Path, values: dict[str, Any],
     [(1, None, (32, 1)), (1, 4, (4, 8)), (8, 4, (4, 1)), (16, 4, (2, 1)), (1, 5, (4, 8)), (4, 3, (2, 4))],
 )
 def test_global_batch_is_independent_of_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, most: int | None, expected: tuple[int, int]
+    tmp_path: Path, processes: int, most: int | None, expected: tuple[int, int]
 ) -> None:
     values = {"global_batch_size": 32, "save_strategy": False} | ({"per_device_train_batch_size": most} if most else {})
-    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: processes)
-    args = training_arguments(values, tmp_path, seed=0, use_cpu=True)
+    args = training_arguments(values, tmp_path, seed=0, use_cpu=True, processes=processes)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * processes == 32
     assert args.save_strategy == "no"  # which YAML reads as false
-    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: 16)
     with pytest.raises(UserError, match="30 rows cannot be shared evenly by 16 processes"):
-        training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True)
+        training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True, processes=16)
