@@ -289,7 +289,7 @@ def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
         raise UserError(
             f"config.json: the keys of its layers are not what transformers reads ({reason(error)})"
         ) from None
-    for each in (theta, values.get("rope_theta", theta)):  # the second is not read beside `rope_parameters`
+    for each in (theta, values.get("rope_theta", theta)):  # the second is not read where there are `rope_parameters`
         if not is_rope_theta(each):
             raise UserError(f"config.json: `rope_theta` is {each!r}, not a finite number above 0: correct it")
     return config

@@ -84,7 +84,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
         {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1], "sliding_window": 6},
         {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
-        {"first_token": False, "feature_layers": [1, -1], "intermediate_size": 40},
+        {"first_token": False, "feature_layers": [1, -1]},
     ],
     "pass_embeddings": [{"draft_vocab_size": 40, "sliding_window": 6}],
     "peagle": [

@@ -173,7 +173,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ({"data": {"features": {"dtype": "float32"}}}, "data.features.dtype = 'bfloat16', now it is 'float32'"),
         ({"data": {"features": {"autocast": True}}}, "data.features.autocast = None, now it is True"),
         ({"target": {"dtype": "bfloat16"}}, "target.dtype = 'float32', now it is 'bfloat16'"),
-        ({"drafter": {"options": {"feature_layers": [2]}}}, r"holds layers \[1, 3, -1\] .* now read \[2\]"),
+        ({"drafter": {"options": {"feature_layers": [2]}}}, r"holds layers \[1, 3, -1\] .* now reads \[2\]"),
     ],
 )
 def test_changed_settings_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
