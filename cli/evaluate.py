@@ -69,12 +69,10 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     write_settings(folder.eval / artifacts.SETTINGS, settings)
     log = RecordLog(folder.eval / artifacts.RECORDS)
     # Damaged files that the measurement or the report would read are reported before anything is measured.
-    (
-        list(log),
-        artifacts.recorded_proof(recipe),
-        load_engine_measurements(recipe),
-        artifacts.recorded_divergences(recipe),
-    )
+    list(log)
+    artifacts.recorded_proof(recipe)
+    load_engine_measurements(recipe)
+    artifacts.recorded_divergences(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
