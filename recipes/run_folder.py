@@ -116,12 +116,6 @@ def environment_number(name: str, default: int = 1, least: int = 1) -> int:
     return int(value)
 
 
-def leave_launch() -> None:
-    """Remove the variables of launchers from the environment, for a command that is one process whatever they say."""
-    for name in (*RANKS, *MPI_WORLD_SIZES):
-        os.environ.pop(name, None)
-
-
 def is_first_process() -> bool:
     """Return whether this process has rank 0 in its launch; that process prints messages and holds the run's lock."""
     return process_of_launch()[0] == 0
