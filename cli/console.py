@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
 from typing import Any
 
@@ -93,14 +93,6 @@ def read_message() -> str | None:
     except UnicodeError:
         return None
     return message
-
-
-def paste_as_one_message() -> None:
-    """Make `input` read a pasted text of several lines as one message, if GNU readline is available."""
-    with suppress(ImportError):
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 # ---- --json and --quiet ----
