@@ -23,7 +23,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from draftsmith.errors import UserError, masked
-from draftsmith.files import check_writable, read_json, write_atomically
+from draftsmith.files import check_writable, read_json, write_atomically, write_json
 from draftsmith.provenance import Provenance
 from draftsmith.recipes.removed import drop_unset
 from draftsmith.recipes.schema import Recipe
@@ -64,7 +64,7 @@ class RunFolder:
             "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "recipe_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
         }
-        write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
+        write_json(self.root / PROVENANCE, stages)
 
     def stages(self) -> dict[str, Any]:
         """Return all stages' entries of `provenance.json`; call it before long work, to notice a damaged file early.
@@ -114,12 +114,6 @@ def environment_number(name: str, default: int = 1, least: int = 1) -> int:
             f"{name}={value} in the environment is not a number from {least} on: unset {name}, or start by `torchrun`"
         )
     return int(value)
-
-
-def leave_launch() -> None:
-    """Remove the variables of launchers from the environment, for a command that is one process whatever they say."""
-    for name in (*RANKS, *MPI_WORLD_SIZES):
-        os.environ.pop(name, None)
 
 
 def is_first_process() -> bool:
@@ -247,12 +241,8 @@ def target_settings(recipe: Recipe) -> dict[str, Any]:
     return {f"target.{key}": value for key, value in chosen.items()}
 
 
-def write_settings(file: Path, settings: dict[str, Any]) -> None:
-    write_atomically(file, json.dumps(settings, indent=2) + "\n")
-
-
 def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
-    """Check the settings against a file that `write_settings` wrote, if it exists; see `check_same_settings`.
+    """Check the settings against a file in JSON, if it exists; see `check_same_settings`.
 
     Raises:
         UserError: The file is damaged, or has other settings.

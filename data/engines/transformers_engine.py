@@ -203,14 +203,11 @@ class RowCache(Cache):
         self.only: tuple[int, int] | None = (
             None  # (row, number of its cached tokens) while a forward adds tokens to this row alone
         )
-        self._attention: list[_RowCacheLayer] = []
-        layers = cache_layers(target, rows, lambda *_: self._new_layer())
+        layers = cache_layers(target, rows, lambda *_: _RowCacheLayer(self))
+        held = [getattr(layer, "attention", layer) for layer in layers]  # some have recurrent states and attention
+        self._attention = [layer for layer in held if isinstance(layer, _RowCacheLayer)]
         self._states = state_layers(layers)
         super().__init__(layers=layers)
-
-    def _new_layer(self) -> _RowCacheLayer:
-        self._attention.append(_RowCacheLayer(self))
-        return self._attention[-1]
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
         """Prepare a forward that adds a token to each of the first A rows; return their lengths [A] on the device."""

@@ -202,19 +202,6 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("peagle", options, state, borrowed, can_own_head=True, assumed=assumed)
 
 
-def check_fused_layers(keys: Keys) -> None:
-    """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
-
-    Raises:
-        UserError: The checkpoint reads no fused layers.
-    """
-    if not keys.flag("use_aux_hidden_state", True):
-        raise UserError(
-            "config.json: use_aux_hidden_state is false, so that this drafter reads the target's final hidden state "
-            "and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on fused layers"
-        )
-
-
 def _feature_layers(keys: Keys, target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
     """Return the feature layers, and a note on the assumptions made.
 

@@ -30,8 +30,7 @@ HYDRA_NAMES = {
 
 # Config values of the heads that we implement, and the defaults of missing keys (hydra_heads/mlp_head.py,
 # hydra_model.py).
-HYDRA_KEYS = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
-HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_state_offset": 0}
+HYDRA_KEYS = {"hydra_head_arch": ("mlp", "mlp"), "grounded_heads": (True, False), "hidden_state_offset": (0, 0)}
 
 # ---- what can be expressed ----
 
@@ -93,8 +92,8 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: The checkpoint's heads are of another kind, or made for a target of another hidden size.
     """
-    for key, expected in HYDRA_KEYS.items():
-        value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
+    for key, (expected, default) in HYDRA_KEYS.items():
+        value = checkpoint.config.get(key, default)
         if value != expected:
             raise UserError(
                 f"the checkpoint's config says {key}: {value}, and drafters here have Hydra's heads with {key}: "

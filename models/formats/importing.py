@@ -219,7 +219,11 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     """
     names, keys = checkpoint.tensors.keys(), checkpoint.keys
     fused = checkpoint.tensors.get("fc.weight")
-    eagle.check_fused_layers(keys)
+    if not keys.flag("use_aux_hidden_state", True):
+        raise UserError(
+            "config.json: use_aux_hidden_state is false, so that this drafter reads the target's final hidden state "
+            "and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on fused layers"
+        )
     if "speculators_model_type" in keys:
         keys["transformer_layer_config"]  # its layers' keys, which must be there
     if "lilicorr.out_head.weight" in names:

@@ -360,8 +360,14 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     if recipe.device is None:
         if torch.cuda.is_available():
             return torch.device("cuda")
-        if (unseen := unseen_gpu()) is not None:
-            raise UserError(f"{unseen}: install the build of torch for this driver, or set target.device=cpu")
+        if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and NVIDIA.is_file():  # not hidden on purpose
+            driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA.read_text(encoding="utf-8", errors="replace"))
+            built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+            raise UserError(
+                f"this machine has an NVIDIA GPU (driver {driver[0] if driver else 'unknown'}) that torch "
+                f"{torch.__version__} cannot use, which {built}: install the build of torch for this driver, or set "
+                "target.device=cpu"
+            )
         return torch.device("cpu")
     try:
         device = torch.device(recipe.device)
@@ -369,18 +375,6 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device {recipe.device} cannot be used here ({reason(error)}): try cpu") from None
     return device
-
-
-def unseen_gpu() -> str | None:
-    """Describe a GPU of this machine that torch cannot use; None if there is none, or it was hidden on purpose."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not NVIDIA.is_file():
-        return None
-    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA.read_text(encoding="utf-8", errors="replace"))
-    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-    return (
-        f"this machine has an NVIDIA GPU (driver {driver[0] if driver else 'unknown'}) that torch {torch.__version__} "
-        f"cannot use, which {built}"
-    )
 
 
 def device_sentence(device: torch.device) -> str:

@@ -61,11 +61,6 @@ class Launch:
         words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
-    @property
-    def splits_weights(self) -> bool:
-        """Return whether the drafter's weights are split over processes, so that none has all of them."""
-        return self.strategy == "fsdp" or (self.strategy == "zero" and self.version == 3)
-
 
 def detect_launch(args: TrainingArguments) -> Launch:
     """Return the strategy and the number of processes of this launch, from arguments and environment.
@@ -177,39 +172,35 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
     Raises:
         UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
-    for obstacle in _obstacles(recipe, args, launch):
-        raise UserError(obstacle)
-
-
-def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
-    """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
     if launch.strategy == "megatron":
-        yield (
+        raise UserError(
             "accelerate was configured for Megatron-LM, which cannot train drafters: launch with one of the files in "
             "recipes/accelerate, such as multi_gpu.yaml"
         )
     if launch.strategy == "fsdp" and launch.version != 2:
-        yield (
+        raise UserError(
             f"accelerate was configured for FSDP version {launch.version}, which flattens weights, so that depth "
             "weights and learning rates cannot be set by their names: set fsdp_version: 2, as in "
             "recipes/accelerate/fsdp2.yaml"
         )
     if launch.strategy == "fsdp" and launch.processes < 2:
-        yield "FSDP splits weights among processes and there is one: launch several, or leave FSDP out"
+        raise UserError("FSDP splits weights among processes and there is one: launch several, or leave FSDP out")
     if launch.strategy == "fsdp" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
-        yield ("accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out")
+        raise UserError(
+            "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out"
+        )
     if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
-        yield (
+        raise UserError(
             f"key `train.optimizer`: {launch.name} flattens weights, and Muon needs whole matrices: set "
             "train.optimizer=adamw, or launch with recipes/accelerate/multi_gpu.yaml or fsdp2.yaml"
         )
     if launch.strategy in ("fsdp", "zero") and args.load_best_model_at_end:
-        yield (
+        raise UserError(
             f"key `validation.keep`: {launch.name} ends with the weights of its last step: leave it out, or launch "
             "with recipes/accelerate/multi_gpu.yaml"
         )
     if launch.strategy in ("fsdp", "zero") and args.save_only_model:
-        yield (
+        raise UserError(
             f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
             "resumed: leave it out"
         )
@@ -218,14 +209,15 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
         asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
     if asks:
-        yield (
+        raise UserError(
             f"{asks[0]} above 1: drafters are trained by DDP, FSDP2 or ZeRO, so leave it out; a target that does not "
             "fit is served by vLLM, with data.features.source=server"
         )
     kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported
-    if launch.splits_weights and "split_weights" in unsupported:
-        yield (
+    splits_weights = launch.strategy == "fsdp" or (launch.strategy == "zero" and launch.version == 3)
+    if splits_weights and "split_weights" in unsupported:
+        raise UserError(
             f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {unsupported['split_weights']}: launch "
             "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
         )

@@ -27,9 +27,10 @@ from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
+from draftsmith.files import write_json
 from draftsmith.models.target.loading import freeze_date
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import TEMPLATE_DATE, RunFolder, run_lock, write_settings
+from draftsmith.recipes.run_folder import TEMPLATE_DATE, RunFolder, run_lock
 from draftsmith.recipes.schema import Recipe
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
@@ -377,7 +378,7 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
-    write_settings(file, distill_settings(first, None, tokenizer))
+    write_json(file, distill_settings(first, None, tokenizer))
     with pytest.raises(KeyboardInterrupt):
         run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
     with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):
