@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.cli.stages import run_distill
 from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.data.tokens.loss_mask import runs_of_ones
 from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.registry import load_drafter
@@ -28,7 +29,7 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig, Recipe
-from draftsmith.train.drafter.rows import answers_in, split_rows
+from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
 HELD_OUT_FRAC = 0.1
@@ -44,7 +45,7 @@ def make_recipe(options: Any, kind: str, name: str, *overrides: str) -> Recipe:
 
 def make_contexts(heldout: Dataset, length: int, count: int) -> list[list[int]]:
     """Return `count` contexts of `length` tokens: a question each, after as many conversations as it takes."""
-    prompts = [row["input_ids"][: answers_in(list(row["loss_mask"]))[0][0]] for row in heldout]
+    prompts = [row["input_ids"][: runs_of_ones(row["loss_mask"])[0][0]] for row in heldout]
     contexts = []
     for number in range(count):
         ids, before = prompts[number % len(prompts)], number

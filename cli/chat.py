@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from draftsmith.cli.console import console, paste_as_one_message, read_message
+from draftsmith.cli.console import console, read_message
 from draftsmith.cli.demo import LEGEND, ColouredAnswer, is_cut
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
@@ -135,7 +135,10 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
         talk = Chat(session, tokenizer, methods, end_ids, new_tokens)
         console.print(LEGEND)
         console.print(Text(HELP, style="dim"))
-        paste_as_one_message()
+        with suppress(ImportError):  # GNU readline: a pasted text of several lines is one message
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
         with suppress(EOFError, KeyboardInterrupt):
             while (message := read_message()) != "/quit":
                 if message is None:

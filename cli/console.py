@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,12 +26,13 @@ from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.files import check_writable, expand_home, write_atomically
 from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.removed import removal_of
-from draftsmith.recipes.run_folder import is_first_process
+from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RANKS, is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
 COMMON_OPTIONS = "Every command also takes `--json`, `--json=FILE` and `--quiet`: see `draftsmith --help`."
+SHARED = ("distill", "train", "run")  # commands whose work the processes of a launch share
 PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in `draftsmith --help`
 
 
@@ -94,14 +95,6 @@ def read_message() -> str | None:
     return message
 
 
-def paste_as_one_message() -> None:
-    """Make `input` read a pasted text of several lines as one message, if GNU readline is available."""
-    with suppress(ImportError):
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
-
-
 # ---- --json and --quiet ----
 
 
@@ -136,7 +129,11 @@ class WithTerminalOptions(TyperGroup):
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, move_to_front(args))
+        words = move_to_front(args)
+        if next((word for word in words if not word.startswith("-")), "") not in SHARED:
+            for name in (*RANKS, *MPI_WORLD_SIZES):  # the command is one process, whatever these say
+                os.environ.pop(name, None)
+        return super().parse_args(ctx, words)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command and its arguments.
@@ -207,14 +204,17 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
     token = _results.set(results)
 
     def write_result() -> None:
-        if results and json_place == STDOUT:
-            stdout.write(_json_text(results[-1]))
+        if json_place is None or not results:
+            return
+        # NaN and infinities, which JSON cannot express, become null.
+        text = json.dumps(to_jsonable_python(results[-1], inf_nan_mode="null", fallback=str), indent=2) + "\n"
+        if json_place == STDOUT:
+            stdout.write(text)
             stdout.flush()
-        elif results and json_place is not None:
-            if file.is_symlink() or (file.exists() and not file.is_file()):  # a device such as /dev/stdout
-                file.write_text(_json_text(results[-1]), encoding="utf-8")
-            else:
-                write_atomically(file, _json_text(results[-1]))
+        elif file.is_symlink() or (file.exists() and not file.is_file()):  # a device such as /dev/stdout
+            file.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(file, text)
 
     with ExitStack() as stack:
         stack.callback(_results.reset, token)
@@ -251,8 +251,3 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 def tell(values: Any) -> None:
     """Store a command's results, which `--json` then writes; a later call replaces them."""
     _results.get([]).append(values)
-
-
-def _json_text(values: Any) -> str:
-    """Return JSON text, with null for NaN and infinities, which JSON cannot express."""
-    return json.dumps(to_jsonable_python(values, inf_nan_mode="null", fallback=str), indent=2) + "\n"

@@ -61,6 +61,10 @@ MANY_LOST_FRAC = 0.25  # of the conversations: above it, the rest may no longer 
 LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the training's compute is wasted
 THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
 LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
+KEPT_CUT = (
+    "answers were cut at max_new_tokens and kept without an end (data.distill.cut_answers=keep): raise "
+    "data.distill.max_new_tokens and distil under another name"
+)
 NO_STOP = "so the drafter would not learn to stop"
 
 
@@ -241,7 +245,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
-    cut = too_long = 0
+    cut = too_long = answers_lost = 0
     thoughts, masks_copies = None, recipe.data.loops == "mask"
     try:
         thoughts = reasoning_ids(expected.tokenizer, recipe.data)
@@ -261,7 +265,9 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
             problems.append(problem)
             continue
         too_long += not found_rows
-        cut += row_counts["answers_cut"] + row_counts["answers_out"] > 0
+        out = row_counts["answers_cut"] + row_counts["answers_out"]
+        cut += out > 0
+        answers_lost += out
         if conversation.is_answered:
             rows += mask_rows(found_rows, thoughts, masks_copies)[0]
 
@@ -275,13 +281,13 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
         {"refused": len(problems), "sampled": size},
         (problems, "defect" if stopped else "warning", fault),
     )
-    counted = f"of {size} conversations {cut} have answers that are cut at {length} tokens or left out, and"
-    counted += f" {too_long} have no answer before that limit"
+    counted = f"{answers_lost} answers of {size} conversations are cut at {length} tokens or lie beyond them; "
+    counted += f"{too_long} conversations have no answer before"
     way_out = "raise data.max_length_tokens or use shorter conversations"
     many = cut > MANY_LOST_FRAC * size
     yield Finding.of(
         "over-long",
-        counted,
+        counted if cut else f"no answer lies beyond {length} tokens",
         {"cut": cut, "too_long": too_long, "conversations": size},
         (many and too_long == size, "defect", f"{counted}, so no conversation is left: {way_out}"),
         (many, "warning", f"{counted}: {way_out}"),
@@ -291,7 +297,8 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     yield from check_rows(
         rows, expected, "set target.chat_template to a template without this fault", masks_copies, length
     )
-    if unanswered := sum(not conversation.is_answered for conversation in found):
+    unanswered = sum(not conversation.is_answered for conversation in found)
+    if unanswered and not (RunFolder(recipe).data / "tokens").is_dir():
         sentence = f"{unanswered} of {len(found)} conversations have no answers to check yet: the target will answer"
         yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
     diagnosis.rows = rows
@@ -312,14 +319,15 @@ def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], val
 
 def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:
     """Check whether prompts leave room for answers."""
-    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
+    fitting, lengths = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
+    looked_at, has_none = len(lengths), lengths and not fitting
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, so they would fail: lower that key, or use shorter conversations"
     return Finding.of(
         "room for answers",
         f"{fitting} of {looked_at} prompts leave room for an answer",
         {"fitting": fitting, "prompts": looked_at},
-        (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, expected.limits)),
+        (has_none, "defect", no_room_sentence(recipe, lengths, expected.limits) if has_none else ""),
         (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
     )
 
@@ -327,29 +335,35 @@ def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversa
 def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Check every training example of the dataset that distillation wrote to `folder`/tokens."""
     dataset = load_tokens(RunFolder(recipe))
+    kept_cut = 0
     if (folder / SHARDS).exists():
-        # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
+        # By default an answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
         view = LedgerView(folder)
+        kept_cut = view.shortened[CUT_SHORT] if recipe.data.distill.cut_answers == "keep" else 0
         cut_short, total = view.shortened[CUT_SHORT] + view.failed[CUT_SHORT], len(view) + view.failed.total()
         sentence = f"{cut_short} of {total} conversations ended, or were dropped, at an answer that hit max_new_tokens"
         way_out = f"{sentence}: raise data.distill.max_new_tokens and distil under another name"
         many = cut_short > MANY_LOST_FRAC * total
         figures = {"cut_short": cut_short, "conversations": total}
-        yield Finding.of("answers cut short", sentence, figures, (many, "warning", way_out))
+        yield Finding.of("answers cut short", sentence, figures, (many and not kept_cut, "warning", way_out))
     batches = dataset.with_format("numpy").iter(batch_size=1024)
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
+    rows, length = (TokenizedConversation(*pair) for pair in pairs), recipe.data.max_length_tokens
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
     report = recorded_report(folder / "tokens")
     masked = report is not None and report.copied_tokens > 0
-    yield from check_rows(
-        (TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked, recipe.data.max_length_tokens
-    )
+    yield from check_rows(rows, expected, remedy, masked, length, kept_cut)
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
     diagnosis.rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples] or diagnosis.rows
 
 
 def check_rows(
-    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool, max_length_tokens: int
+    rows: Iterable[TokenizedConversation],
+    expected: Expected,
+    remedy: str,
+    copies_masked: bool,
+    max_length_tokens: int,
+    kept_cut: int = 0,
 ) -> Iterator[Finding]:
     """Check training examples: share of tokens with loss, end tokens, double BOS, vocabulary and positions.
 
@@ -359,6 +373,7 @@ def check_rows(
         remedy: What to do about wrong examples, the end of each defect's sentence.
         copies_masked: Whether `data.loops: mask` left out parts of answers from the loss.
         max_length_tokens: Examples of this length may end within an answer.
+        kept_cut: Number of answers that were cut at `max_new_tokens` and kept without an end.
     """
     sums: Counter[str] = Counter()
     double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
@@ -389,8 +404,9 @@ def check_rows(
     frac = loss / max(1, tokens)
     share = f"{frac:.1%} of {tokens:,} tokens in {sums['rows']:,} examples carry loss"
     ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
+    kept_cut = min(kept_cut, sums["endless"])
     faults = {
-        f"do not end with {ends}": sums["endless"],
+        f"do not end with {ends}": sums["endless"] - kept_cut,
         "end with a token that carries no loss": silent_ends.total(),
         "carry loss after their end token": sums["overrun"],
     }
@@ -412,6 +428,7 @@ def check_rows(
         f"all {answers} answers end with {ends}, which carries loss, or are cut at {max_length_tokens} tokens",
         {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
         (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
+        (kept_cut, "warning", f"{kept_cut} {KEPT_CUT}"),
     )
     if double_starts:
         name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
@@ -428,10 +445,12 @@ def check_rows(
         (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
     )
     limit, length = expected.limits.positions, f"the longest example has {longest:,} tokens"
-    fits = f"data.max_length_tokens to {limit} at most"
+    # Of rows in which RoPE changes a single one counts, and a sample may have none.
+    possible = longest if expected.limits.rope_switch is None else max(longest, max_length_tokens)
+    refusal = expected.limits.refusal(possible)
     yield Finding.of(
         "positions",
         length if limit is None else f"{length}, the target has {limit:,} positions",
         {"longest_row_tokens": longest, "target_positions": limit},
-        (limit and longest > limit, "defect", f"{length}, the target has only {limit or 0:,} positions: set {fits}"),
+        (refusal, "defect", f"examples may have {possible:,} tokens, but {refusal}"),
     )

@@ -38,7 +38,6 @@ from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,
     load_target,
-    target_location,
 )
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.loading import first_stage
@@ -187,7 +186,7 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
         yield Finding("export", "defect", f"{config.kind}: {refused}")
         return
     warned = exporting.caveat(config, to)
-    target_place = target_location(recipe.answering_target)
+    target_place = exporting.served_target(recipe)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))

@@ -200,7 +200,7 @@ def _start_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Abstract
     drafter = exporting.trained_drafter(recipe).config if setting.has_drafter else None
     if drafter is not None:
         exporting.check_expressible(drafter, ENGINE_FORMAT)
-    require_vllm("--engine vllm")
+    require_vllm("--engine vllm, without --server http://host:8000 of a running vLLM,")
     if max(recipe.eval.temperatures) > 0 and not torch.cuda.is_available():
         raise UserError(
             "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: set "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -32,11 +31,11 @@ from draftsmith.eval.report import sentences
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
-from draftsmith.files import read_json, write_atomically
+from draftsmith.files import read_json, write_json
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import no_drafter
 from draftsmith.parent import end_with_parent
-from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock, write_settings
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
 from draftsmith.train.drafter.report import TrainReport
@@ -66,15 +65,13 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     questions = load_questions(choices.question_sets, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)
     check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
-    write_settings(folder.eval / artifacts.SETTINGS, settings)
+    write_json(folder.eval / artifacts.SETTINGS, settings)
     log = RecordLog(folder.eval / artifacts.RECORDS)
     # Damaged files that the measurement or the report would read are reported before anything is measured.
-    (
-        list(log),
-        artifacts.recorded_proof(recipe),
-        load_engine_measurements(recipe),
-        artifacts.recorded_divergences(recipe),
-    )
+    list(log)
+    artifacts.recorded_proof(recipe)
+    load_engine_measurements(recipe)
+    artifacts.recorded_divergences(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
@@ -93,7 +90,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     try:
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
-        _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
+        write_json(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
     finally:
         bench.session.close()
     kinds = [drafter.config.kind for drafter in drafters.values()]
@@ -106,7 +103,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         "drafter_kinds": list(dict.fromkeys(kinds)),
         **({} if command is None else {"command": masked(command)}),
     }
-    _store(folder.eval / artifacts.NOTES, notes)
+    write_json(folder.eval / artifacts.NOTES, notes)
     return report_again(recipe)
 
 
@@ -151,18 +148,14 @@ def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices:
         bench.session.close()
 
 
-def _store(file: Path, values: Any) -> None:
-    write_atomically(file, json.dumps(values, indent=2) + "\n")
-
-
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     """Write tables and report from the stored records, and print the table if `show`. Returns the summary."""
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
     write_answers(records, folder.eval / "answers", recipe.name)
-    _store(folder.eval / "summary.json", summary)
-    _store(folder.eval / "timing.json", timing)
+    write_json(folder.eval / "summary.json", summary)
+    write_json(folder.eval / "timing.json", timing)
     first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)

@@ -10,11 +10,14 @@ from typing import Any
 
 import yaml
 
+from draftsmith.cli.console import console
+from draftsmith.data.distill.limits import target_limits
 from draftsmith.data.sources.files import is_hub_name
+from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.errors import UserError
 from draftsmith.files import expand_home, write_atomically
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.target.loading import load_tokenizer, template_variables
+from draftsmith.models.target.loading import load_target_config, load_tokenizer, template_variables
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
@@ -44,7 +47,8 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
         name: Name of the run; None: made of the target's name and the drafter's kind.
 
     Raises:
-        UserError: The file exists, a path does not, or the tokenizer of a local target cannot be read.
+        UserError: The file exists, a path does not, `data` cannot be read, or the config or
+            tokenizer of a local target cannot be read.
     """
     base = load_recipe(BASES.get(engine, BASE_OF_ENGINES))
     kind = base.drafter.kind
@@ -55,13 +59,26 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     for option, given in (("--target", target), ("--data", data)):
         if not expand_home(given).exists() and not is_hub_name(given):
             raise UserError(f"{option} {given} does not exist: correct the path, or give a Hub id")
+    if expand_home(data).exists():
+        source = {"source": data, "decontaminate": []}
+        try:
+            next(load_conversations(Recipe.model_validate({"name": "first", "data": {"conversations": source}})))
+        except UserError as error:
+            if "data.conversations.columns" not in str(error):
+                raise
+            console.print(f"Note: {error}", markup=False)
+    variables, positions = _read_target(target)
     has_vllm = importlib.util.find_spec("vllm") is not None
     distill = {"engine": "vllm"} if has_vllm else {"engine": "transformers", "options": {}}
     values = base.model_dump()
     values["name"] = name
-    values["target"] |= {"model": target, "dtype": "auto", "chat_template_kwargs": _thinking(target)}
+    values["target"] |= {"model": target, "dtype": "auto", "chat_template_kwargs": variables}
     values["data"]["conversations"] = {"source": data}
     values["data"]["distill"] |= distill
+    if positions is not None:
+        values["data"]["max_length_tokens"] = min(values["data"]["max_length_tokens"], positions)
+        for section in (values["data"]["distill"], values["eval"]):  # half of the positions: prompts need room too
+            section["max_new_tokens"] = min(section["max_new_tokens"], positions // 2)
     options = load_drafter_class(kind).config_class.Options.model_fields
     defaults = {key: field.get_default(call_default_factory=True) for key, field in options.items()}
     values["drafter"]["options"] = defaults | base.drafter.options
@@ -70,18 +87,20 @@ def write_recipe(target: str, data: str, engine: str, name: str | None, file: Pa
     return file
 
 
-def _thinking(target: str) -> dict[str, bool]:
-    """Return the template variable that turns thoughts off, if the target's chat template reads it.
+def _read_target(target: str) -> tuple[dict[str, bool], int | None]:
+    """Return the variable that turns thoughts off, if the target's chat template reads it, and its positions.
 
-    A Hub id whose tokenizer cannot be read now, as without a network, counts as one without it.
+    A Hub id that cannot be read now, as without a network, counts as one without both.
     """
+    recipe = TargetRecipe(model=target)
     try:
-        template = str(load_tokenizer(TargetRecipe(model=target)).get_chat_template())
+        positions = target_limits(load_target_config(recipe)).positions
+        template = str(load_tokenizer(recipe).get_chat_template())
     except UserError:
         if Path(target).is_dir():
             raise
-        return {}
-    return {THINKING: False} if THINKING in template_variables(template) else {}
+        return {}, None
+    return {THINKING: False} if THINKING in template_variables(template) else {}, positions
 
 
 def _as_text(recipe: Recipe, base: Recipe, engine: str) -> str:

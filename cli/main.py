@@ -174,6 +174,8 @@ def init(
     recipe = load_recipe(written)
     if THINKING in recipe.target.chat_template_kwargs:
         console.print(f"Note: {written} sets {THINKING} to false: change it there if you serve with thoughts.")
+    if recipe.data.distill.engine == "transformers":
+        console.print(f"Note: vLLM is not installed here, so {written} distils by transformers (data.distill.engine).")
     tell({"file": str(written), "name": recipe.name, "kind": recipe.drafter.kind})
     console.print(f"{written}: a {recipe.drafter.kind} drafter for {target}", markup=False)
     print_next_command("plan", written, None)
@@ -247,7 +249,7 @@ def serve(
         from draftsmith.serve.server import run as run_server
         from draftsmith.serve.worker import Worker
     except ImportError as missing:
-        raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
+        raise UserError(f"serve needs {missing.name}: pip install -e '.[serve]' in a checkout") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))

@@ -3,7 +3,8 @@
 Methods with a lenience below 1 are not lossless: they are left out and named.
 
 1. Greedy identity: every method's greedy answers are compared with those of the loop without a draft. The first
-   difference is either a numerical tie or a bug (`draftsmith.eval.bench.divergence`).
+   difference is a numerical tie, at tokens whose logits are equal within rounding, or else a bug: the answer is not
+   the target's (`draftsmith.eval.bench.divergence`).
 2. Distribution: sampled answers against the target's probabilities, by Rosenblatt's transform. If x is drawn from p,
    u = p(tokens more likely than x) + v p(x) with v uniform is uniform on [0, 1], at every position and after any
    prefix. So one chi-square test covers all tokens of all answers, for any vocabulary and any prompts; the baseline's
@@ -15,7 +16,6 @@ Shapes: P prompt, n answer tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 import torch
@@ -35,7 +35,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.report.sentences import proof_sentence
 from draftsmith.eval.trees.enumeration import largest_error
-from draftsmith.files import write_atomically
+from draftsmith.files import write_json
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.windows import rope_switch
 from draftsmith.progress import progress_bar
@@ -95,7 +95,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
-    write_atomically(RunFolder(recipe).eval / artifacts.PROOF, json.dumps(proof.as_json(), indent=2) + "\n")
+    write_json(RunFolder(recipe).eval / artifacts.PROOF, proof.as_json())
     artifacts.update_card(recipe)
     return proof
 

@@ -27,7 +27,7 @@ from draftsmith.data.card.card import write_distilled_set
 from draftsmith.data.sources.distilled import CARD_JSON
 from draftsmith.data.sources.files import STDLIB, is_hub_name
 from draftsmith.errors import UserError, masked
-from draftsmith.files import bytes_text, read_json, write_atomically
+from draftsmith.files import bytes_text, read_json, write_atomically, write_json
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
@@ -262,7 +262,7 @@ def _add(source: Path, place: Path, way_out: str = "") -> None:
 
 
 def _write(file: Path, values: dict[str, Any]) -> None:
-    write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
+    write_json(file, masked(portable(values)))
 
 
 def _checked_files(recipe: Recipe, folder: Path) -> dict[str, Path]:

@@ -10,6 +10,7 @@ the comparison's name: same target, questions, machine and time for every row, a
 its target (Medusa-2) is measured against the changed target, in its own run.
 """
 
+import os
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, check_writable, read_json
 from draftsmith.progress import is_quiet
 from draftsmith.recipes.loading import explain, first_stage, shipped_folder
-from draftsmith.recipes.run_folder import RunFolder, is_first_process
+from draftsmith.recipes.run_folder import RunFolder, is_first_process, process_of_launch
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
 
 # Keys of the data section that do not change the distilled conversations.
@@ -149,12 +150,17 @@ def launch_training(recipe: Recipe, file: str, overrides: Sequence[str], process
         file: File or name of the recipe.
 
     Raises:
+        UserError: This process is itself one of several of a launch.
         typer.Exit: Training failed, which it has reported.
     """
     from torch import cuda
 
     from draftsmith.train.drafter.report import TrainReport
 
+    if (launched := process_of_launch()[1]) > 1:
+        raise UserError(f"option --processes starts the processes itself: unset WORLD_SIZE={launched}, or leave it out")
+    if not cuda.is_available():
+        console.print(f"no GPU: {processes} processes share {os.cpu_count()} CPUs")
     config = shipped_folder() / "accelerate" / ("multi_gpu.yaml" if cuda.is_available() else "cpu_x2.yaml")
     launcher = [sys.executable, "-m", "draftsmith.train.processes.launcher", "--config_file", str(config)]
     command = [*launcher, "--num_processes", str(processes), "-m", "draftsmith.train.train_parallel", file, *overrides]

@@ -29,7 +29,7 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.files import write_atomically
+from draftsmith.files import write_json
 from draftsmith.models.base.registry import is_published
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.recurrent import chains_only
@@ -190,7 +190,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     tuned = Tuned(default, chosen, measured, len({name for name, _ in prompts}), saved)
     if saved:
         write_tuned(folder, chosen)
-    write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
+    write_json(RunFolder(recipe).eval / "tuned.json", tuned.as_json())
     return tuned
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -62,6 +63,11 @@ def write_atomically(file: Path, text: str) -> None:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(file: Path, values: Any) -> None:
+    """Write values that JSON can hold, indented for readers, as `write_atomically` does."""
+    write_atomically(file, json.dumps(values, indent=2) + "\n")
 
 
 def append_whole(file: Path, lines: bytes) -> None:

@@ -42,11 +42,6 @@ def padded_rows(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def allow_many_shapes() -> None:
-    """Raise torch's limit of compilations of one function, beyond which it silently runs uncompiled."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-
-
 def compiled(
     function: Callable[..., Any], what: str, dynamic: Sequence[tuple[int, int, int]], backend: str = BACKEND
 ) -> Callable[..., Any]:
@@ -204,7 +199,8 @@ def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callabl
 def _compile(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
     """Compile a copy of a function: compiled code is stored with its code, which several closures share."""
     assert isinstance(function, FunctionType)
-    allow_many_shapes()
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)  # beyond it torch silently runs uncompiled
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -231,17 +231,21 @@ def head_loss(
     Raises:
         ValueError: The head is no linear layer or has a trained bias, or a loss needs a teacher and none is given.
     """
-    linear, loss = _linear(head), loss_weights(loss)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
+    if head.bias is not None and head.bias.requires_grad:
+        raise ValueError("a loss does not train the bias of an LM head: freeze it, or make the head with bias=False")
+    loss = loss_weights(loss)
     if has_teacher(loss) and teacher is None:
         raise ValueError(f"loss `{' and '.join(loss)}` compares with the target's distribution: pass `teacher`")
-    inputs, weights = [hidden_md], [linear.weight]
+    inputs, weights = [hidden_md], [head.weight]
     if low_rank is not None:
-        inputs, weights = [hidden_md, low_rank[0]], [linear.weight, low_rank[1]]
+        inputs, weights = [hidden_md, low_rank[0]], [head.weight, low_rank[1]]
     order_m = None
     if teacher is not None and is_on_cpu(hidden_md):  # so that rows of the same token are neighbours
         order_m = rows.before_m.argsort(stable=True)
         inputs, rows = [rows_mx.index_select(0, order_m) for rows_mx in inputs], rows.at(order_m)
-    sums = _HeadSums(linear, rows, loss, teacher, shape, auxiliary, wrong_pg, len(inputs), bool(parameters))
+    sums = _HeadSums(head, rows, loss, teacher, shape, auxiliary, wrong_pg, len(inputs), bool(parameters))
     tensors = [*inputs, *weights, *parameters]
     if not torch.is_grad_enabled():  # of which a Function's `needs_input_grad` knows nothing
         tensors = [each.detach() for each in tensors]
@@ -471,12 +475,3 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     device = weight.device.type
     under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
     return torch.get_autocast_dtype(device) if under_autocast else weight.dtype
-
-
-def _linear(head: nn.Module) -> nn.Linear:
-    """Return the head if it is a linear layer whose bias is not trained; raise ValueError otherwise."""
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
-    if head.bias is not None and head.bias.requires_grad:
-        raise ValueError("a loss does not train the bias of an LM head: freeze it, or make the head with bias=False")
-    return head

@@ -87,11 +87,6 @@ def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.searchsorted(cumulated, place, right=True)[..., 0].clamp_max(probabilities.shape[-1] - 1)
 
 
-def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """Draw one token from a distribution [V]."""
-    return int(drawn(probabilities, generator))
-
-
 def first_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
     """Choose the next token from the target's logits [V], without a drafter."""
-    return int(largest(logits)) if sampling.greedy else draw(sampling.probabilities(logits), generator)
+    return int(largest(logits) if sampling.greedy else drawn(sampling.probabilities(logits), generator))

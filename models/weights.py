@@ -52,13 +52,10 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
                 "target.dtype=bfloat16, or serve it by vLLM and train with "
                 "data.features.source=server; or use a device with more memory"
             ) from None
-        raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {_way_out(what, error)}") from None
-
-
-def _way_out(what: str, error: Exception) -> str:
-    """Choose the advice for a failed load by the error of transformers or the system."""
-    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # the advice names keys of the target
-    return next((way_out for pattern, way_out in of_the_target if re.search(pattern, str(error))), USUAL_WAY_OUT)
+        of_the_target = WAYS_OUT if what.startswith("target.") else ()  # the advice names keys of the target
+        fitting = (way_out for pattern, way_out in of_the_target if re.search(pattern, str(error)))
+        way_out = next(fitting, USUAL_WAY_OUT)
+        raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {way_out}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

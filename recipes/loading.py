@@ -31,6 +31,7 @@ from draftsmith.recipes.run_folder import with_recorded_date
 from draftsmith.recipes.schema import SEED_SUFFIX, DrafterRecipe, Recipe
 
 MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
+MOST_CHARACTERS, MOST_FILES = 2**20, 20  # of a recipe file, and in a chain of `extends`
 RECIPE_SUFFIXES = (".yaml", ".yml")
 SUMMARY_CHARS = 130
 ADAPTER_FILE = "adapter_config.json"  # peft's
@@ -127,6 +128,8 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         place = _locate(("extends",), [child], [])
         if not isinstance(name, str):
             raise UserError(f"{place}: key `extends` must be the name or the path of one recipe, not {_kind(name)}")
+        if len(files) == MOST_FILES:
+            raise UserError(f"{place}: key `extends`: more than {MOST_FILES} files in a chain: join some of them")
         try:
             parent = find_recipe(name, child)
         except UserError as error:
@@ -184,7 +187,11 @@ def _locate(location: tuple[int | str, ...], files: list[Path], overrides: list[
 
 def _read_yaml(file: Path) -> Any:
     try:
-        return parse_yaml(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(f"{file} has more than {MOST_CHARACTERS:,} characters, too many for a recipe: shorten it")
+        return parse_yaml(text)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:

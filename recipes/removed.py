@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """What to use in place of a removed key, value, recipe or option. unset: values that meant the same as no key."""
+    """Advice for a removed key, value, recipe or option. unset: values that meant the same as no key."""
 
     instead: str  # end of the sentence "... was removed: "
     unset: tuple[Any, ...] = (None,)  # values that changed nothing; resolved recipes hold them, so they are dropped

@@ -23,7 +23,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from draftsmith.errors import UserError, masked
-from draftsmith.files import check_writable, read_json, write_atomically
+from draftsmith.files import check_writable, read_json, write_atomically, write_json
 from draftsmith.provenance import Provenance
 from draftsmith.recipes.removed import drop_unset
 from draftsmith.recipes.schema import Recipe
@@ -31,6 +31,8 @@ from draftsmith.recipes.schema import Recipe
 PROVENANCE = "provenance.json"
 SETTINGS, TEMPLATE_DATE = "distill_settings.json", "target.template_date"
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
+RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")  # variables of torchrun
+MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
@@ -62,7 +64,7 @@ class RunFolder:
             "argv": masked([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "recipe_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
         }
-        write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
+        write_json(self.root / PROVENANCE, stages)
 
     def stages(self) -> dict[str, Any]:
         """Return all stages' entries of `provenance.json`; call it before long work, to notice a damaged file early.
@@ -91,16 +93,26 @@ def process_of_launch() -> tuple[int, int]:
     A `RANK` without a `WORLD_SIZE` above 1 is left over in the shell and does not count.
 
     Raises:
-        UserError: One of the variables is not a number.
+        UserError: One of the variables is not a number, or the rank is not below the world size.
     """
-    processes = _environment_number("WORLD_SIZE", 1)
-    return (_environment_number("RANK", 0) if processes > 1 else 0), processes
+    processes = environment_number("WORLD_SIZE")
+    rank = environment_number("RANK", 0, least=0) if processes > 1 else 0
+    if rank >= processes:
+        raise UserError(f"RANK={rank} in the environment is not below WORLD_SIZE={processes}: correct or unset both")
+    return rank, processes
 
 
-def _environment_number(name: str, default: int) -> int:
+def environment_number(name: str, default: int = 1, least: int = 1) -> int:
+    """Return a number that a launcher puts into the environment; the default if it is not set or empty.
+
+    Raises:
+        UserError: The value is not a number, or is below `least`.
+    """
     value = os.environ.get(name, "").strip() or str(default)
-    if not value.isdecimal():
-        raise UserError(f"{name}={value} in the environment is not a number: unset {name}, or start by `torchrun`")
+    if not value.isdecimal() or int(value) < least:
+        raise UserError(
+            f"{name}={value} in the environment is not a number from {least} on: unset {name}, or start by `torchrun`"
+        )
     return int(value)
 
 
@@ -229,12 +241,8 @@ def target_settings(recipe: Recipe) -> dict[str, Any]:
     return {f"target.{key}": value for key, value in chosen.items()}
 
 
-def write_settings(file: Path, settings: dict[str, Any]) -> None:
-    write_atomically(file, json.dumps(settings, indent=2) + "\n")
-
-
 def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
-    """Check the settings against a file that `write_settings` wrote, if it exists; see `check_same_settings`.
+    """Check the settings against a file in JSON, if it exists; see `check_same_settings`.
 
     Raises:
         UserError: The file is damaged, or has other settings.

@@ -73,7 +73,7 @@ class DistillRecipe(Section):
         description="engine that generates the answers, a file of `data/engines/`; `none`: keep the "
         "conversations' own answers",
     )
-    options: dict[str, Any] = Field({}, description="options of that engine, listed in the documentation of engines")
+    options: dict[str, Any] = Field({}, description="options of that engine, see docs/guides/data.md#who-answers")
     model: str | None = Field(
         None,
         description="distil answers of this model in place of `target.model`: Hub id or folder of the quantised copy "

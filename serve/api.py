@@ -153,9 +153,6 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
             return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
 
-        def text_content(text: str) -> dict[str, Any]:
-            return {"delta": {"content": text}} if chat else {"text": text}
-
         try:
             if chat:
                 yield event({"delta": {"role": "assistant", "content": ""}})
@@ -168,7 +165,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
                     continue
                 own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
                 if end.text or end.tokens:
-                    yield event(text_content(end.text), draftsmith=own)
+                    yield event({"delta": {"content": end.text}} if chat else {"text": end.text}, draftsmith=own)
             yield event({"delta": {}} if chat else {"text": ""}, end.reason)
             if body.stream_options.get("include_usage"):
                 yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"

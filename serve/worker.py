@@ -241,7 +241,11 @@ class Worker:
 
         def on_round(round_: Round) -> None:
             if stream is not None:
-                self._count(round_)
+                self.rounds.inc()
+                self.drafted.inc(round_.tree.shape.draft_depth)
+                self.accepted.inc(round_.accepted)
+                for position in range(round_.accepted):
+                    self.by_position.labels(position).inc()
                 stream.add(round_)
             if job.cancelled.is_set() or self._stopping.is_set():
                 raise RequestCancelled
@@ -284,13 +288,6 @@ class Worker:
             if not self._keeps:
                 logger.warning("answers are stored again")
             self._keeps = True
-
-    def _count(self, round_: Round) -> None:
-        self.rounds.inc()
-        self.drafted.inc(round_.tree.shape.draft_depth)
-        self.accepted.inc(round_.accepted)
-        for position in range(round_.accepted):
-            self.by_position.labels(position).inc()
 
 
 @dataclass

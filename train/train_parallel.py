@@ -8,6 +8,7 @@ interruption: it resumes from the last checkpoint.
 """
 
 import argparse
+import os
 
 from draftsmith.errors import exit_with_one_sentence
 from draftsmith.progress import configure_progress_bars
@@ -24,6 +25,8 @@ def main() -> None:
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 
+    # DDP looks for unused weights, as a batch may have no label of a depth; torch would warn wherever all are used.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with configure_progress_bars():
         # torch and transformers, after a mistyped recipe was reported
         from draftsmith.train.drafter.stage import train_drafter

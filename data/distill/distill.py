@@ -14,6 +14,7 @@ rank. The process that finishes last finds all conversations finished.
 """
 
 import hashlib
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Generator
@@ -173,6 +174,9 @@ def distill(
             ledger.retry_failed()
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
         ours = list(conversations)[number::processes]
+        if processes > 1:  # the others print nothing else
+            share = f"{len(ours)} of {len(conversations)} conversations"
+            print(f"process {number + 1} of {processes} answers {share}", file=sys.stderr)
         waiting = deque(key for key in ours if not ledger.is_finished(key))
         if waiting:
             check_no_training_reads(folder.data)

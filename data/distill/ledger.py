@@ -235,15 +235,10 @@ class Ledger(LedgerView):
                 with suppress(FileExistsError):
                     self._files[kind].open("xb").close()
                     break
-            for changed in (folder, self._folder):
-                _sync_folder(changed)
+            for changed in (folder, self._folder):  # their lists of files too, where the file system can do that
+                with suppress(OSError), ExitStack() as stack:
+                    descriptor = os.open(changed, os.O_RDONLY)
+                    stack.callback(os.close, descriptor)
+                    os.fsync(descriptor)
         lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
         append_whole(self._files[kind], lines)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until a folder's list of files is on disk, where the file system can do that."""
-    with suppress(OSError), ExitStack() as stack:
-        descriptor = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        os.fsync(descriptor)

@@ -20,10 +20,11 @@ from draftsmith.data.sources.mixture import SourceCounts
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import PROBE, TemplateProblem, chosen_template, thoughts_field
 from draftsmith.errors import UserError
+from draftsmith.models.target.windows import hiding_from, rope_switch
 from draftsmith.recipes.schema import Recipe
 
 SAMPLE_PROMPTS = 64
-EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
+EXTENDED_ROPE = ("linear", "yarn")  # read `factor` times as many positions as they were trained on
 ITS_TOKENIZER = "use the tokenizer that belongs to the target, or resize the target's embedding and save the target"
 DISTIL_AGAIN = "delete that folder and run `draftsmith distill` again"
 OUTSIDE = "tokens beyond the target's embedding"
@@ -31,24 +32,38 @@ OUTSIDE = "tokens beyond the target's embedding"
 
 @dataclass(frozen=True)
 class TargetLimits:
-    """Sizes of a target: rows of its embedding, and tokens of its longest sequence; None where its config has none."""
+    """Sizes of a target: rows of its embedding, and tokens of its longest sequence; None where its config has none.
+
+    rope_switch: tokens beyond which one row changes the features of all rows of its batch.
+    """
 
     vocabulary_size: int | None = None
     positions: int | None = None
+    rope_switch: int | None = None
+
+    def refusal(self, length_tokens: int) -> str:
+        """Return why the target cannot train a drafter on rows of this length, with the way out; empty if it can."""
+        limit, why = self.positions, "the target has {:,} positions"
+        if self.rope_switch is not None and length_tokens > self.rope_switch:
+            limit = self.rope_switch
+            why = "the target's RoPE changes for all rows of a batch with one beyond {:,} tokens"
+        if limit is None or length_tokens <= limit:
+            return ""
+        return f"{why.format(limit)}: set data.max_length_tokens to {limit} at most"
 
 
 def target_limits(config: Any) -> TargetLimits:
-    """Read vocabulary size and positions from a model's config, or from its text part if it is multimodal."""
-    text = config.get_text_config()
+    """Read the limits from a model's config, or from its text part if it is multimodal."""
+    text, switch = config.get_text_config(), rope_switch(config)
     vocabulary_size, positions = (getattr(text, key, None) for key in ("vocab_size", "max_position_embeddings"))
     if not isinstance(positions, int):
-        return TargetLimits(vocabulary_size)
+        return TargetLimits(vocabulary_size, None, switch)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         factor, trained = part.get("factor"), part.get("original_max_position_embeddings") or positions
         if part.get("rope_type", part.get("type")) in EXTENDED_ROPE and factor is not None:
             positions = max(positions, int(factor * trained))
-    return TargetLimits(vocabulary_size, positions)
+    return TargetLimits(vocabulary_size, min(positions, hiding_from(config) or positions), switch)
 
 
 @lru_cache(maxsize=8)
@@ -93,36 +108,38 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
 
 def count_prompts_with_room(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
-) -> tuple[int, int]:
-    """Return how many first prompts of a random sample leave room for an answer, and how many the template accepts.
+) -> tuple[int, list[int]]:
+    """Return how many first prompts of a random sample leave room for an answer, and the lengths of all in tokens.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
-    `data.max_length_tokens`.
+    `data.max_length_tokens`. Prompts that the template refuses are left out.
     """
     all_conversations = list(conversations)
     sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
-    fitting = looked_at = 0
+    fitting, lengths = 0, list[int]()
     for conversation in sample:
         first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
         try:
             length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
         except TemplateProblem:
             continue
-        looked_at += 1
+        lengths.append(length)
         within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
         fitting += within and length < recipe.data.max_length_tokens
-    return fitting, looked_at
+    return fitting, lengths
 
 
-def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Return the error message for the case that none of `looked_at` prompts leaves room for an answer."""
-    new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
-    within = f"data.max_length_tokens={length}"
+def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str:
+    """Return the error message for the case that no prompt, of these lengths in tokens, leaves room for an answer."""
+    new, most, longest = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens, max(lengths)
+    within, fitting = f"data.max_length_tokens={most}", 0
     if limits.positions is not None:
         within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
+        fitting = limits.positions - longest if longest < most else 0
+    lower = f"set data.distill.max_new_tokens to {fitting} at most" if fitting > 0 else "lower that key"
     return (
-        f"none of {looked_at} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}: "
-        "lower data.distill.max_new_tokens, or use shorter conversations"
+        f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}"
+        f"; the longest has {longest:,} tokens: {lower}, or use shorter conversations"
     )
 
 
@@ -130,7 +147,7 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
     """Check that the token ids and lengths of the token dataset in a folder are within the target's limits.
 
     Raises:
-        UserError: A token id is beyond the embedding, or a sequence is longer than the target's positions.
+        UserError: A token id is beyond the embedding, or a row is too long.
     """
     ids = (pyarrow.compute.min_max(chunk.flatten()) for chunk in tokens.data.column("input_ids").chunks if len(chunk))
     bounds = [each.as_py() for each in ids]
@@ -143,11 +160,8 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
             f"{folder} has the token id {highest}, and the target's embedding has {size:,} rows: {ITS_TOKENIZER}; then "
             + DISTIL_AGAIN
         )
-    if limits.positions is not None and longest > limits.positions:
-        raise UserError(
-            f"{folder} has a row of {longest:,} tokens, but the target has {limits.positions:,} positions: set "
-            f"data.max_length_tokens to {limits.positions} at most and run `draftsmith distill` again"
-        )
+    if refusal := limits.refusal(longest):
+        raise UserError(f"{folder} has a row of {longest:,} tokens, but {refusal} and run `draftsmith distill` again")
 
 
 def check_conversations(
@@ -162,10 +176,12 @@ def check_conversations(
     With `skip_invalid`, those with tokens beyond the embedding are removed from `conversations`, and counted.
 
     Raises:
-        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
-            not write the thoughts of answers that are kept.
+        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, rows may be longer
+            than the target's RoPE allows, or the template does not write the thoughts of answers that are kept.
     """
-    keeps_answers = recipe.data.distill.engine == "none"
+    keeps_answers, length = recipe.data.distill.engine == "none", recipe.data.max_length_tokens
+    if limits.rope_switch is not None and (refusal := limits.refusal(length)):
+        raise UserError(f"data.max_length_tokens is {length}, but {refusal}")
     check_template_tokens(tokenizer, limits)
     for key, conversation in list(conversations.items()):
         if tokens := outside_tokens(tokenizer, conversation, limits, keeps_answers):
@@ -185,6 +201,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
-        fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
-        if looked_at and not fitting:
-            raise UserError(no_room_sentence(recipe, looked_at, limits))
+        fitting, lengths = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
+        if lengths and not fitting:
+            raise UserError(no_room_sentence(recipe, lengths, limits))

@@ -9,8 +9,8 @@ from draftsmith.data.engines.engine import answer_options
 from draftsmith.data.sources.distilled import undated_template
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.question_sets import questions_file
-from draftsmith.files import file_sha256
-from draftsmith.recipes.run_folder import TEMPLATE_DATE, check_settings, recorded_date, target_settings, write_settings
+from draftsmith.files import file_sha256, write_json
+from draftsmith.recipes.run_folder import TEMPLATE_DATE, check_settings, recorded_date, target_settings
 from draftsmith.recipes.schema import DataRecipe, Recipe
 
 
@@ -57,7 +57,7 @@ class FolderSettings:
         """
         if not self._are_written:
             self.check()
-            write_settings(self._file, self._values)
+            write_json(self._file, self._values)
             self.are_fixed = self._are_written = True
 
 

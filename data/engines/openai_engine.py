@@ -254,7 +254,10 @@ class OpenAIEngine:
                 reason = str(failure)
                 counted += not (failure.is_unreachable or failure.is_throttled)
                 self._note(server, reason if failure.is_unreachable else server.problem)
-                self._check_silence(f"{server.url}: {reason}")
+                now_s = self._loop.time()
+                self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
+                if now_s - self._failing_since_s > self.options.give_up_after_s:
+                    raise UserError(self._no_server_message(f"{server.url}: {reason}")) from None
             finally:
                 server.requests -= 1
         return request.key, Failure(reason)
@@ -264,17 +267,6 @@ class OpenAIEngine:
         if bool(problem) != bool(server.problem):
             warn(f"{server.url}: {problem}" if problem else f"{server.url} answers again")
         server.problem = problem
-
-    def _check_silence(self, failure: str) -> None:
-        """Check, after a failure, how long there have been failures only.
-
-        Raises:
-            UserError: No server has answered for `give_up_after_s`.
-        """
-        now_s = self._loop.time()
-        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
-        if now_s - self._failing_since_s > self.options.give_up_after_s:
-            raise UserError(self._no_server_message(failure))
 
     def _no_server_message(self, failure: str) -> str:
         return (

@@ -29,10 +29,8 @@ from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
-from draftsmith.models.target.windows import get_windows, has_recurrent_layers, takes_masks
+from draftsmith.models.target.windows import get_windows, has_recurrent_layers, rope_switch, takes_masks
 from draftsmith.recipes.schema import Section
-
-CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any sequence of the batch is long
 
 
 class TransformersEngine:
@@ -61,14 +59,12 @@ class TransformersEngine:
         self._windows = get_windows(target) if takes_masks(target) else None
         self.concurrency = batch_size
         self.max_length_tokens = min(longest_tokens, longest_sequence_tokens(target) or longest_tokens)
-        config = target.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
-        if kind in CHANGING_ROPE_TYPES and unchanged and self.max_length_tokens > unchanged:
+        switch = rope_switch(target)
+        if switch is not None and self.max_length_tokens > switch:
             raise UserError(
-                f"the target's RoPE ({kind}) changes for the whole batch when one sequence exceeds {unchanged} "
-                f"tokens: keep the sum of data.max_length_tokens and data.distill.max_new_tokens within {unchanged}, "
-                "or set data.distill.engine=vllm"
+                f"the target's RoPE changes for all rows of a batch with one beyond {switch:,} tokens, and prompt and "
+                f"answer may have {self.max_length_tokens:,}: lower the sum of data.max_length_tokens and "
+                f"data.distill.max_new_tokens to {switch} at most"
             )
         takes_count = "logits_to_keep" in inspect.signature(target.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
@@ -207,14 +203,11 @@ class RowCache(Cache):
         self.only: tuple[int, int] | None = (
             None  # (row, number of its cached tokens) while a forward adds tokens to this row alone
         )
-        self._attention: list[_RowCacheLayer] = []
-        layers = cache_layers(target, rows, lambda *_: self._new_layer())
+        layers = cache_layers(target, rows, lambda *_: _RowCacheLayer(self))
+        held = [getattr(layer, "attention", layer) for layer in layers]  # some have recurrent states and attention
+        self._attention = [layer for layer in held if isinstance(layer, _RowCacheLayer)]
         self._states = state_layers(layers)
         super().__init__(layers=layers)
-
-    def _new_layer(self) -> _RowCacheLayer:
-        self._attention.append(_RowCacheLayer(self))
-        return self._attention[-1]
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
         """Prepare a forward that adds a token to each of the first A rows; return their lengths [A] on the device."""

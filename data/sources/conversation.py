@@ -81,11 +81,6 @@ class Conversation:
         answers = [turn for turn in self.turns if turn.role == "assistant"]
         return bool(answers) and not any(turn.is_empty for turn in answers)
 
-    @property
-    def is_learned(self) -> bool:
-        """Return whether any answer carries loss (has a weight above 0)."""
-        return any(turn.role == "assistant" and turn.weight for turn in self.turns)
-
 
 def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = ()) -> str:
     """Return a hash of the tools and of all turns but the assistant's, so that new answers do not change it."""

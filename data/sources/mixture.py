@@ -249,7 +249,7 @@ def _check_answers(conversation: Conversation, where: str) -> None:
         )
         has_none = all(turn.is_empty for turn in conversation.turns if turn.role == "assistant")
         raise (NoQuestion if has_none else InvalidConversation)(where, "no answer", sentence)
-    if not conversation.is_learned:
+    if not any(turn.role == "assistant" and turn.weight for turn in conversation.turns):
         raise InvalidConversation(
             where, "no answer to learn", "every answer has a weight of 0, so that none is trained on"
         )

@@ -68,7 +68,12 @@ def questions_file(source: str) -> Path:
     if source in GITHUB:
         return _fetch_from_github(source)
     if source in HUB:
-        return _fetch_from_hub(source)
+        import huggingface_hub
+
+        dataset, commit, file = HUB[source]
+        problem = f"questions `{source}` cannot be fetched (eval.questions takes the path of a copy too)"
+        with hub_errors(problem, dataset):
+            return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=commit))
     return Path(source)
 
 
@@ -93,11 +98,3 @@ def _fetch_from_github(name: str) -> Path:
         raise UserError(f"the file at {address} is not the pinned one of `{name}` (its SHA-256 differs): {way_out}")
     write_atomically(file, content.decode("utf-8"))
     return file
-
-
-def _fetch_from_hub(name: str) -> Path:
-    import huggingface_hub
-
-    dataset, commit, file = HUB[name]
-    with hub_errors(f"questions `{name}` cannot be fetched (eval.questions takes the path of a copy too)", dataset):
-        return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=commit))

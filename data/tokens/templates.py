@@ -5,9 +5,11 @@ thoughts, how it writes tool calls, and which turns it leaves out. Thoughts in a
 under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
@@ -18,15 +20,19 @@ from draftsmith.errors import UserError
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 LONG_HISTORY = 8  # exchanges, of which a template may keep the last ones alone
 MARK = "Xq7MarkXq7"  # a text that is in no template
+MARKUP = f"{MARK} <b>&</think> {MARK}"  # a text that some filters of templates change
+TIMES = 8  # that one probe is rendered, to find a template with a random choice
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
+TEMPLATE = "set target.chat_template"
 LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
-    "user": ("the text of user turns (it reads a list of parts, or only the last turn)", "set target.chat_template"),
-    "system": ("system turns", f"write them into the first user turn, set target.chat_template, {SKIP_SUCH}"),
-    "assistant": ("earlier answers", "set target.chat_template"),
-    "later system": ("system turns after the first turn", "write them into a user turn, or set target.chat_template"),
+    "user": ("the text of user turns (it reads a list of parts, only the last turn, or filters it)", TEMPLATE),
+    "second user": ("one of two user turns in a row", f"join them into one turn, or {TEMPLATE}"),
+    "system": ("system turns", f"write them into the first user turn, {TEMPLATE}, {SKIP_SUCH}"),
+    "assistant": ("earlier answers", TEMPLATE),
+    "later system": ("system turns after the first turn", f"write them into a user turn, or {TEMPLATE}"),
 }
 Tools = tuple[Tool, ...]
 
@@ -55,6 +61,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     is_system = [turn.role == "system" for turn in turns]
     is_present = {"user": True, "system": any(is_system[:1]), "later system": any(is_system[1:])}
+    is_present["second user"] = any(one.role == two.role == "user" for one, two in pairwise(turns))
     is_present["assistant"] = any(turn.role == "assistant" and turn.content for turn in turns[:-1])
     for kind in _left_out(tokenizer, template, bool(tools)):
         if is_present[kind]:
@@ -125,25 +132,39 @@ def _apply(
 
 @lru_cache(maxsize=8)
 def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]:
-    """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt.
+    """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt, or changes.
 
     Kinds that it refuses are not among them.
+
+    Raises:
+        UserError: The template does not render a conversation to the same text each time.
     """
     question, answer = PROBE
     tools = ({"type": "function", "function": FUNCTION},) * has_tools
-    asked, told = Turn("user", f"{MARK} {'so long ' * 1000}\n{MARK}"), Turn("system", MARK)
+    asked, told = Turn("user", f"{MARKUP} {'so long ' * 1000}\n{MARK}"), Turn("system", MARKUP)
     answered, later = Turn("assistant", MARK), (answer, question) * LONG_HISTORY
     probes: dict[str, list[tuple[Turn, ...]]] = {
         "user": [(asked,), (asked, *later)],
+        "second user": [(asked, Turn("user", MARKUP + MARK))],
         "system": [(told, question), (told, question, *later)],
         "assistant": [(question, answered, question), (question, answered, question, *later)],
         "later system": [(question, answer, told, question)],
     }
 
-    def lacks(turns: tuple[Turn, ...]) -> bool:
-        text = _probe(tokenizer, template, [turn.message for turn in turns], True, tools)
-        return bool(text) and text.count(MARK) < sum(turn.content.count(MARK) for turn in turns)
+    def write(turns: tuple[Turn, ...]) -> str:
+        return _probe(tokenizer, template, [turn.message for turn in turns], True, tools)
 
+    def lacks(turns: tuple[Turn, ...]) -> bool:
+        text = write(turns)
+        contents = [turn.content for turn in turns if MARK in turn.content]
+        # A template may write JSON.
+        return bool(text) and any(each not in text and json.dumps(each)[1:-1] not in text for each in contents)
+
+    if len({write((question,)) for _ in range(TIMES)}) > 1:
+        raise UserError(
+            "the target's chat template renders a conversation differently each time (it chooses at random, most "
+            "likely): set target.chat_template to one that always writes the same"
+        )
     return tuple(kind for kind, of_kind in probes.items() if any(map(lacks, of_kind)))
 
 

@@ -94,7 +94,7 @@ def call_form(render: Render) -> CallForm | None:
     both = rendered(Turn("assistant", "", tuple(calls))).removeprefix(prompt)
     if SECOND in both:  # many templates take one call a turn
         _, _, to_second = both[: both.index(SECOND)].rpartition(VALUE)
-        openings.append(common_end(opening, to_second))
+        openings.append(opening[len(opening) - common_length(opening[::-1], to_second[::-1]) :])  # their common end
     written = "|".join(dict.fromkeys(_ignoring_white_space(each) for each in openings if each.strip()))
     if not written:
         return None
@@ -104,11 +104,6 @@ def call_form(render: Render) -> CallForm | None:
         re.compile(rf"(?:{written})(?P<name>[\w.-]+)"),
         re.compile(_ignoring_white_space(between)) if is_json and between else None,
     )
-
-
-def common_end(left: str, right: str) -> str:
-    """Return the longest common suffix of two texts."""
-    return left[len(left) - common_length(left[::-1], right[::-1]) :]
 
 
 def _ignoring_white_space(text: str) -> str:

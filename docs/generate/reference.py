@@ -67,6 +67,7 @@ def formats() -> list[str]:
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""
+            served += f" in {exporter.versions}" if exporter.versions else ""
             cells.append(f"{served}; {RUN_IN_TESTS.get(to, 'checked by the rules')}")
             for each in exporter.refusals:
                 why = re.sub(r"{config\.[\w\[\]]*?(\w+)\]?}", r"`\1`", each.why)

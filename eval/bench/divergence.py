@@ -1,4 +1,4 @@
-"""Comparison of a greedy answer with the target's: the first difference, and whether it is a numerical tie or a bug.
+"""Comparison of a greedy answer with the target's: the first difference, and whether rounding explains it.
 
 Rounding depends on the number of tokens in a forward, so a draft tree's forward and single steps do not give the same
 bits, and if two logits are nearly equal either may turn out larger. In fp32 that is rare; in half precision an answer
@@ -6,7 +6,7 @@ of some dozens of tokens often has such a position. After it the two answers con
 
 A difference is a tie if the found token's logit equals the target's largest one within the noise between correct ways
 of computing the same logits: in one forward, in blocks after a KV cache like a draft tree, and token by token as
-without a draft.
+without a draft. Any other difference is a bug: the answer is not the target's.
 
 Shapes: P prompt, n answer tokens, V vocabulary.
 """

@@ -235,8 +235,8 @@ def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tok
     return longest if limit is None else min(longest, limit)
 
 
-def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str) -> list[Path]:
-    """Write answer files in Spec-Bench's format, one per method, temperature and run. Returns the files."""
+def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str) -> None:
+    """Write answer files in Spec-Bench's format, one per method, temperature and run."""
     lines: dict[str, list[str]] = {}
     for record in records:
         for answer in record.answers.values():
@@ -258,8 +258,5 @@ def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str
                 "tstamp": record.tstamp,
             }
             lines.setdefault(model_id, []).append(json.dumps(line, ensure_ascii=False) + "\n")
-    files = []
     for model_id, rows in lines.items():
-        files.append(folder / f"{model_id}.jsonl")
-        write_atomically(files[-1], "".join(rows))
-    return files
+        write_atomically(folder / f"{model_id}.jsonl", "".join(rows))

@@ -62,18 +62,15 @@ class PromptLookup(Method):
         self._append(committed_ids)
 
     def propose(self) -> DraftTree:
-        continuation = self._continuation()
-        return DraftTree([self._ids[-1], *continuation], TreeShape.chain(len(continuation)))
-
-    def _continuation(self) -> list[int]:
-        num_tokens = self._options.num_tokens
+        num_tokens, continuation = self._options.num_tokens, list[int]()
         for size in range(self._options.max_ngram, 0, -1):
             place = self._after.get(tuple(self._ids[-size:]))
             # Spec-Bench also requires more tokens after the occurrence than the n-gram has.
             needed = 1 if self._options.partial else max(num_tokens, size + 1)
             if place is not None and place + needed <= len(self._ids):
-                return self._ids[place : place + num_tokens]
-        return []
+                continuation = self._ids[place : place + num_tokens]
+                break
+        return DraftTree([self._ids[-1], *continuation], TreeShape.chain(len(continuation)))
 
     def _append(self, ids: list[int]) -> None:
         for token in ids:

@@ -104,7 +104,9 @@ def compute_ratio(figure: Ratio, sums: QuestionSums) -> float:
 
 def interval(figure: Ratio, sums: QuestionSums) -> list[float] | None:
     """Return the confidence interval of the figure at `LEVEL`, over questions; None for too few questions."""
-    return _ends([(figure, sums, 1.0)])
+    ends = _ends([(figure, sums, 1.0)])
+    lowest = 1.0 if figure == tau else 0.0  # a round commits at least the target's own token
+    return None if ends is None else [max(lowest, end) for end in ends]
 
 
 def paired_ratio(figure: Ratio, mine: QuestionSums, other: QuestionSums) -> list[float] | None:

@@ -231,7 +231,8 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
         steps.append("`draftsmith demo` speeds up a chat model; docs/guides/train.md shows how to train for your own.")
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
-        best = max(drafted, key=lambda row: row["speedup_with_prefill"])
+        at_lowest = next(iter(by_temperature(drafted).values()))
+        best = max(at_lowest, key=lambda row: row["speedup_with_prefill"])
         first = best["acceptance_by_depth"][:1]
         if not first or first[0] < 0.6:
             share = f"{first[0]:.0%}" if first else "none"
@@ -241,7 +242,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
             )
         if best["cost_ratio"] > 0.35:
             steps.append(
-                f"Drafting costs {best['cost_ratio']:.2f} of a target step: use fewer drafter layers or masks, or a "
+                f"Drafting costs {best['cost_ratio']:.2f} steps of the target: use fewer drafter layers or masks, or a "
                 "larger target."
             )
         if best["loop_efficiency"] < 0.85:

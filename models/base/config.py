@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.models.base.options import DrafterOptions
 from draftsmith.models.groups.layers import of_kind
-from draftsmith.models.target.view import embedding_width, target_values
+from draftsmith.models.target.view import EMBEDDING_WIDTHS, target_values
 from draftsmith.models.target_logits import LogitShape
 
 MODEL_TYPE_PREFIX = "draftsmith-"
@@ -96,7 +96,8 @@ class DrafterConfig(PreTrainedConfig):
             UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
         values = target_values(target_config)
-        width, layers_width = embedding_width(values), values["hidden_size"]
+        layers_width = values["hidden_size"]
+        width = next((values[key] for key in EMBEDDING_WIDTHS if isinstance(values.get(key), int)), layers_width)
         if width != layers_width:
             raise UserError(
                 f"the target's embedding is {width} wide and its layers {layers_width} ({values['model_type']}), and "

@@ -85,15 +85,6 @@ class VocabCoverage:
         return sentence
 
 
-def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
-    """Count in a dataset how often each token of the vocabulary carries loss, int64 [V]."""
-    counts_v = torch.zeros(vocabulary, dtype=torch.int64)
-    for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
-        ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))
-        counts_v += torch.bincount(ids[mask.bool()], minlength=vocabulary)
-    return counts_v
-
-
 @dataclass
 class Attached:
     """The target and the modules borrowed from it. As a plain object, it registers none of them in the drafter."""
@@ -238,9 +229,13 @@ class DraftHeads(PreTrainedModel):
 
     def prepare_draft_vocab(self, dataset: Dataset) -> None:
         """Count the data's tokens with loss, before the first step; make the most frequent the draft vocabulary."""
-        if self.config.draft_vocab_size is not None:
-            self.token_counts_v = supervised_token_counts(dataset, len(self.t2d))
-            self.choose_draft_vocab(self.token_counts_v)
+        if self.config.draft_vocab_size is None:
+            return
+        self.token_counts_v = torch.zeros(len(self.t2d), dtype=torch.int64)
+        for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
+            ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))
+            self.token_counts_v += torch.bincount(ids[mask.bool()], minlength=len(self.t2d))
+        self.choose_draft_vocab(self.token_counts_v)
 
     @torch.no_grad()
     def choose_draft_vocab(self, token_counts_v: Tensor) -> None:

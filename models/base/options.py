@@ -4,8 +4,10 @@ pydantic checks them like the rest of the recipe. A kind's own are the `Options`
 target is compared with the target's config, which is pydantic's validation context here.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import sys
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
+import torch
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -141,20 +143,28 @@ Layers = Annotated[
 ]
 
 
+def is_rope_theta(value: Any) -> TypeGuard[float]:
+    """Return whether a value can be RoPE's base: a finite number above 0."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
 def _flat_rope(rope: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
     if rope is None:
         return None
     target = info.context or {}
     theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError("must have a positive rope_theta, as in `{rope_theta: 10000}`")
+    if not is_rope_theta(theta):
+        raise ValueError("must have a positive, finite rope_theta, as in `{rope_theta: 10000}`")
     if kind not in ("default", *ROPE_INIT_FUNCTIONS):
         raise ValueError(f"has rope_type {kind}: use one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     rope = {**rope, "rope_type": kind, "rope_theta": float(theta)}
     if target.get("num_attention_heads"):
         head_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
         try:
-            OTHER_KINDS["llama"](config=LlamaConfig(head_dim=head_dim, rope_parameters=rope))
+            with torch.device("cpu"):  # also where a drafter is built without memory
+                rotary = OTHER_KINDS["llama"](config=LlamaConfig(head_dim=head_dim, rope_parameters=rope))
+            if not (rotary.inv_freq * rotary.attention_scaling).isfinite().all():
+                raise ValueError("its frequencies are infinite or NaN")
         except Exception as error:  # of any type: each kind of RoPE reads its own keys
             raise ValueError(
                 f"is no RoPE of this target's heads, which have {head_dim} dimensions ({reason(error)})"

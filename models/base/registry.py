@@ -58,6 +58,7 @@ class Training:
     waited_for_batches_s: float = 0.0
     batch_size: int = 0
     rows: int | None = None
+    heldout_rows: int | None = None
     target_change: str | None = None
     draft_vocabulary_coverage: float | None = None  # share of the tokens with loss that a reduced one has
     weights_sha256: dict[str, str] | None = None
@@ -90,15 +91,15 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     return drafter_class
 
 
-def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str, Any]) -> None:
-    """Check a target's config and a kind's options, before any weight is loaded.
+def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str, Any]) -> Drafter:
+    """Check a target's config and a kind's options, before any weight is loaded; return a drafter without memory.
 
     Raises:
         UserError: There is no such kind, an option is wrong, or the target's architecture is not supported.
     """
     drafter_class = load_drafter_class(kind)
     with torch.device("meta"):
-        drafter_class(drafter_class.config_class.for_target(target_config, options))
+        return drafter_class(drafter_class.config_class.for_target(target_config, options))
 
 
 def drafter_kinds() -> list[str]:

@@ -134,7 +134,13 @@ class Forward:
         if self.cpu_target is not None:
             self.cpu_target.refresh()
         if self._is_one_call(1, len(tokens)):
-            logits, features = self._read_in_calls(tokens)
+            parts, logits = list[Tensor](), torch.empty(0)
+            for first in range(0, len(tokens), MOST_CALL_ROWS):
+                rows = range(first, min(first + MOST_CALL_ROWS, len(tokens)))
+                skipped = len(rows) - (rows.stop == len(tokens))
+                logits, part = self._call(tokens[first : rows.stop], rows, first, first_kept=skipped)
+                parts.append(part)
+            features = torch.cat(parts)
         else:
             self.cache.write_at(0, 0)
             ids = to_device(tokens, self.device)
@@ -142,16 +148,6 @@ class Forward:
             features = self._tap.take()[0]
         self.cache.length = len(tokens)
         return logits, self._features(features)
-
-    def _read_in_calls(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Read a prompt in calls of at most `MOST_CALL_ROWS` rows."""
-        parts, logits = [], torch.empty(0)
-        for first in range(0, len(tokens), MOST_CALL_ROWS):
-            rows = range(first, min(first + MOST_CALL_ROWS, len(tokens)))
-            skipped = len(rows) - (rows.stop == len(tokens))
-            logits, features = self._call(tokens[first : rows.stop], rows, first, first_kept=skipped)
-            parts.append(features)
-        return logits, torch.cat(parts)
 
     # ---- nodes of a tree, after the committed tokens ----
 

@@ -87,17 +87,13 @@ class EagleDrafter(GroupWiseDrafter):
     # ---- training ----
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        return super().hidden_states(groups, self.with_noise(groups, features))
-
-    def with_noise(self, groups: Groups, features: Tensor) -> Tensor:
-        """Add uniform noise to the features that the layer reads, in training only."""
-        if not self.training or self.config.feature_noise == 0:
-            return features
-        dtype, device = self.fc.weight.dtype, features.device
-        noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
-        lengths_bs = groups.document_lengths().clamp(min=1).to(dtype)
-        width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
-        return noise.sub_(0.5).mul_(width_bs1).add_(features)
+        if self.training and self.config.feature_noise:  # uniform, added to the features that the layer reads
+            dtype, device = self.fc.weight.dtype, features.device
+            noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
+            lengths_bs = groups.document_lengths().clamp(min=1).to(dtype)
+            width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
+            features = noise.sub_(0.5).mul_(width_bs1).add_(features)
+        return super().hidden_states(groups, features)
 
     def auxiliary_loss(self, block: HeadBlock, features_pd: Tensor | None) -> AuxiliaryLoss:
         """Return the SmoothL1 loss of labelled rows' outputs against the target's features."""

@@ -73,14 +73,6 @@ class ResidualBlock(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
 
-    def pass_on(self) -> None:
-        """Initialise so that the block returns its first `out_size` inputs unchanged."""
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        if isinstance(self.residual, nn.Linear):
-            nn.init.eye_(self.residual.weight)
-            nn.init.zeros_(self.residual.bias)
-
 
 class PrefixAttention(nn.Module):
     """Hydra++'s prefix attention: one decoder layer of the target's kind and a norm, over all features so far."""
@@ -146,9 +138,13 @@ class HydraDrafter(HeadsDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Initialise heads so that they return h_{t-1}, as Medusa's; prefix attention stays random."""
-        for module in self.modules():
-            if isinstance(module, ResidualBlock):
-                module.pass_on()
+        for block in self.modules():
+            if isinstance(block, ResidualBlock):  # it then returns its first D inputs
+                nn.init.zeros_(block.linear.weight)
+                nn.init.zeros_(block.linear.bias)
+                if isinstance(block.residual, nn.Linear):
+                    nn.init.eye_(block.residual.weight)
+                    nn.init.zeros_(block.residual.bias)
         super().initialize_from_target(target)
 
     # ---- training: all groups of a sequence together ----

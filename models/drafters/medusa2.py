@@ -122,9 +122,10 @@ class Medusa2Drafter(MedusaDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         super().initialize_from_target(target)
-        for module in self.lora.modules():
-            if isinstance(module, LoraPair):
-                module.reset()
+        for pair in self.lora.modules():
+            if isinstance(pair, LoraPair):  # as LoRA does, so that the layers are unchanged
+                nn.init.kaiming_uniform_(pair.lora_A.weight, a=5**0.5)
+                nn.init.zeros_(pair.lora_B.weight)
 
     def freeze(self) -> Self:
         super().freeze()
@@ -212,11 +213,6 @@ class LoraPair(nn.Module):
         super().__init__()
         self.lora_A = nn.Linear(in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, out_features, bias=False)
-
-    def reset(self) -> None:
-        """Initialise as LoRA does: A is random and B zero, so that the layer is unchanged."""
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
-        nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.lora_B(self.lora_A(inputs.to(self.lora_A.weight.dtype)))

@@ -86,7 +86,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if keys.get("pard_token") is None:
         return Parameters("draft_model", options, state, borrowed)
     mask, embedding = keys.whole("pard_token"), borrowed.get("embed_tokens")
-    if embedding is None or mask >= len(embedding):
+    if embedding is None or embedding.ndim != 2 or mask >= len(embedding):
         raise UserError(f"config.json: `pard_token` is {mask}, which the checkpoint's embedding lacks: correct it")
     state["masks"] = embedding[mask : mask + 1].clone()
     options |= {"inputs": "embedding", "shared_mask": True}

@@ -169,7 +169,8 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     _, rope, assumed = read_layers(checkpoint, target_config, ("qwen3",))
     keys, state = checkpoint.keys, dict(checkpoint.tensors)
     drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
-    layers, window, causal = _feature_layers(keys), window_of(keys), keys.get("is_causal", keys.get("causal"))
+    layers, window = _feature_layers(keys), window_of(keys)
+    causal = keys.flag("is_causal", keys.flag("causal", window is not None))
     if "speculators_model_type" in keys:  # its layers without a window are never causal
         causal = window is not None and not keys.flag("sliding_window_non_causal", True)
     options = {
@@ -178,7 +179,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         "feature_layers": layers,
         "mask_token_id": keys.whole("mask_token_id"),
         "sliding_window": window,
-        "causal": window is not None if causal is None else bool(causal),
+        "causal": causal,
         **({} if drafted is None else {"draft_vocab_size": drafted}),
         **rope,
     }

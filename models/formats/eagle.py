@@ -202,19 +202,6 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("peagle", options, state, borrowed, can_own_head=True, assumed=assumed)
 
 
-def check_fused_layers(keys: Keys) -> None:
-    """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
-
-    Raises:
-        UserError: The checkpoint reads no fused layers.
-    """
-    if not keys.flag("use_aux_hidden_state", True):
-        raise UserError(
-            "config.json: use_aux_hidden_state is false, so that this drafter reads the target's final hidden state "
-            "and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on fused layers"
-        )
-
-
 def _feature_layers(keys: Keys, target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
     """Return the feature layers, and a note on the assumptions made.
 
@@ -283,11 +270,13 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     """
     kind, rope, assumed = read_layers(checkpoint, target_config)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
-    borrowed, tokens = take_borrowed(state), checkpoint.keys.draft_tokens()
-    biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
+    keys = checkpoint.keys
+    drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])
+    borrowed, tokens = take_borrowed(state), keys.draft_tokens()
+    biased = "fc.bias" in state and (keys.flag("bias") or bool(state["fc.bias"].any()))
     if not biased:
         state.pop("fc.bias", None)
-    options = {"fc_bias": biased, "layers": kind, **NO_FIRST_TOKEN, **rope}
+    options = {"fc_bias": biased, "layers": kind, "draft_vocab_size": drafted, **NO_FIRST_TOKEN, **rope}
     options |= {} if tokens is None else {"draft_depth": tokens}
     return Parameters("eagle", options, state, borrowed, assumed=assumed)
 

@@ -33,7 +33,7 @@ from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 FORMATS = {
-    "vllm": "vLLM 0.32 and 0.33 (Medusa: 0.32)",
+    "vllm": "vLLM 0.32 and 0.33",
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators, read by vLLM 0.32",
     "gguf": "llama.cpp, as in llama-cpp-python 0.3.36",
@@ -153,7 +153,7 @@ def version_sentence(config: DrafterConfig, to: str) -> str:
     exporter = exporter_of(config, to)
     plugin = ", with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
     needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
-    return f"for {FORMATS[to]}{needs}"
+    return f"for {exporter.versions or FORMATS[to]}{needs}"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
@@ -180,6 +180,12 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
     if target.chat_template_kwargs and to != "sglang":
         words += ["--default-chat-template-kwargs", json.dumps(target.chat_template_kwargs)]
     return [*words, "--trust-remote-code"] if target.trust_remote_code else words
+
+
+def served_target(recipe: Recipe) -> str:
+    """Return the target's Hub id or absolute folder, for a command that may run in any folder."""
+    location = target_location(recipe.answering_target)
+    return str(Path(location).absolute()) if Path(location).is_dir() else location
 
 
 def serving_command(config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()) -> str:
@@ -247,7 +253,7 @@ def export_run(
     if exporter_of(drafter.config, to).needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.answering_target) if gguf is None else str(gguf.file)
+    target = served_target(recipe) if gguf is None else str(gguf.file.absolute())
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, version_sentence(drafter.config, to), caveat(drafter.config, to))

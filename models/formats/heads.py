@@ -30,8 +30,7 @@ HYDRA_NAMES = {
 
 # Config values of the heads that we implement, and the defaults of missing keys (hydra_heads/mlp_head.py,
 # hydra_model.py).
-HYDRA_KEYS = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
-HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_state_offset": 0}
+HYDRA_KEYS = {"hydra_head_arch": ("mlp", "mlp"), "grounded_heads": (True, False), "hidden_state_offset": (0, 0)}
 
 # ---- what can be expressed ----
 
@@ -84,7 +83,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
         state.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
     separate = any(name.startswith("lm_heads.") for name in state)
     options = {"num_heads": heads, "num_layers": layers, "lm_heads": "separate" if separate else "shared"}
-    return Parameters("medusa", options, state, borrowed)
+    return Parameters("medusa", options, state, borrowed, assumed=_other_counts(checkpoint, heads, layers))
 
 
 def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
@@ -93,8 +92,8 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: The checkpoint's heads are of another kind, or made for a target of another hidden size.
     """
-    for key, expected in HYDRA_KEYS.items():
-        value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
+    for key, (expected, default) in HYDRA_KEYS.items():
+        value = checkpoint.config.get(key, default)
         if value != expected:
             raise UserError(
                 f"the checkpoint's config says {key}: {value}, and drafters here have Hydra's heads with {key}: "
@@ -103,18 +102,28 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
     _check_size([state["heads.0.0.linear.weight"]], target_config)
     biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
-    biased = bool(checkpoint.config.get("lm_head_bias")) or any(state[name].any() for name in biases)
+    biased = checkpoint.keys.flag("lm_head_bias") or any(state[name].any() for name in biases)
     if not biased:
         state = {name: value for name, value in state.items() if name not in biases}
     heads, layers = _counts(state, r"heads\.(\d{1,4})\.(\d{1,4})\.linear\.weight")
     options = {"num_heads": heads, "num_layers": layers, "embedding_norm": False, "lm_head_bias": biased}
-    return Parameters("hydra", options, state)
+    return Parameters("hydra", options, state, assumed=_other_counts(checkpoint, heads, layers))
 
 
 def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
     """Return the number of heads, and of blocks per head, from the two indices in the names of blocks."""
     places = [(int(match[1]), int(match[2])) for name in state if (match := re.match(block, name))]
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
+
+
+def _other_counts(checkpoint: Checkpoint, heads: int, layers: int) -> tuple[str, ...]:
+    """Return a note on each count in the config that the tensors contradict, as in Medusa's own uploads."""
+    return tuple(
+        f"its config says {key}: {value}, but it has tensors of {count}: these were taken"
+        for key, value in checkpoint.config.items()
+        for name, count in (("num_heads", heads), ("num_layers", layers))
+        if key.endswith(name) and value != count
+    )
 
 
 def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any]) -> None:
@@ -128,6 +137,7 @@ def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any
 
 EXPORTERS = {
     ("medusa", "vllm"): Exporter(
-        to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", first_token=True, needs_target=always
+        to_vllm, medusa_parameters, (DRAFT_VOCABULARY,), "medusa", first_token=True, needs_target=always,
+        versions="vLLM 0.32",
     ),
-}
+}  # fmt: skip

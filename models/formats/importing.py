@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.errors import UserError, reason
 from draftsmith.files import cache_root, check_writable, expand_home, file_sha256, read_json, written_whole
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import fetch_drafter, load_drafter_class
+from draftsmith.models.base.registry import check_drafter, fetch_drafter, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, vllm_layout
 from draftsmith.models.formats.reading import Checkpoint, Keys, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target, weights_hash
@@ -152,8 +152,8 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool
     options = dict(found.options)
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
         options["init"] = "random"
-    drafter = load_drafter_class(found.kind).from_target(target, options)
-    expected = drafter.state_dict()
+    empty = check_drafter(found.kind, target.config, options)  # without memory: sizes may be wild
+    expected = empty.state_dict()
     mismatched = [
         name for name in expected.keys() & found.state.keys() if expected[name].shape != found.state[name].shape
     ]
@@ -164,7 +164,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool
             f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
             f"target ({differences}): import one that was made for this target"
         )
-    parameters = {name for name, _ in drafter.named_parameters()}
+    parameters = {name for name, _ in empty.named_parameters()}
     for name in sorted(parameters & found.state.keys()):
         if found.state[name].dtype not in DTYPES or not bool(found.state[name].isfinite().all()):
             raise UserError(
@@ -172,6 +172,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel, for_start: bool
                 "import the unquantised checkpoint of the same drafter, or fetch it again"
             )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
+    drafter = load_drafter_class(found.kind).from_target(target, options)
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     drafter.config.dtype = drafter.dtype
     drafter.load_state_dict(found.state)
@@ -218,7 +219,11 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     """
     names, keys = checkpoint.tensors.keys(), checkpoint.keys
     fused = checkpoint.tensors.get("fc.weight")
-    eagle.check_fused_layers(keys)
+    if not keys.flag("use_aux_hidden_state", True):
+        raise UserError(
+            "config.json: use_aux_hidden_state is false, so that this drafter reads the target's final hidden state "
+            "and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on fused layers"
+        )
     if "speculators_model_type" in keys:
         keys["transformer_layer_config"]  # its layers' keys, which must be there
     if "lilicorr.out_head.weight" in names:
@@ -256,11 +261,11 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool)
         UserError: The checkpoint has another embedding or LM head than the target.
     """
     sources = {"embed_tokens": target.get_input_embeddings().weight, "lm_head": target.get_output_embeddings().weight}
-    if "d2t" in found.state:
+    if found.options.get("draft_vocab_size") is not None:
         sources["lm_head"] = sources["lm_head"][drafted_ids(found.state["d2t"])]
     notes = list[str]()
     for name, theirs in found.borrowed.items():
-        if name == "embed_tokens" and found.other_row is not None:
+        if name == "embed_tokens" and found.other_row is not None and theirs.shape == sources[name].shape:
             theirs = theirs.clone()
             theirs[found.other_row] = sources["embed_tokens"][found.other_row].to(theirs.dtype)
         if _is(theirs, sources[name]):
@@ -277,7 +282,7 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool)
 
 def _is(theirs: Tensor, ours: Tensor) -> bool:
     """Return True if a checkpoint's tensor is the target's, apart from rounding to the coarser of both dtypes."""
-    if theirs.shape != ours.shape:
+    if theirs.shape != ours.shape or theirs.dtype not in DTYPES:
         return False
     return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))
 

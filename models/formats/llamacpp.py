@@ -290,7 +290,7 @@ def _package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError("--to gguf needs the package gguf: pip install 'draftsmith[gguf]'") from None
+        raise UserError("--to gguf needs the package gguf: pip install -e '.[gguf]' in a checkout") from None
     return gguf
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.errors import UserError, reason
+from draftsmith.models.base.options import is_rope_theta
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
 # Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in the target's sliding
@@ -28,6 +29,7 @@ HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
 # Sections of configs, whose keys are read as if they were at the top; a later one takes precedence.
 SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")
 FEATURE_LAYERS = "eagle_aux_hidden_state_layer_ids"  # counted otherwise in `eagle_config`, so that both are kept
+LARGEST = 2**31 - 1  # whole number in a config
 # Tensors with a row for each token of a draft vocabulary.
 ROWS_OF_TOKENS = ("lm_head.weight", "markov_head.markov_w2.weight")
 
@@ -42,8 +44,8 @@ class Keys(dict[str, Any]):
             if not isinstance(values, dict):
                 raise UserError(f"config.json: `{section}` is {values!r}, not a mapping of keys: correct it")
             self.update({key: value for key, value in values.items() if key != FEATURE_LAYERS})
-        if "transformer_layer_config" in config and FEATURE_LAYERS in config["transformer_layer_config"]:
-            self[FEATURE_LAYERS] = config["transformer_layer_config"][FEATURE_LAYERS]
+        if FEATURE_LAYERS in (layers := config.get("transformer_layer_config") or {}):
+            self[FEATURE_LAYERS] = layers[FEATURE_LAYERS]
 
     def __missing__(self, key: str) -> Any:
         raise UserError(f"config.json: `{key}` is missing: add the value that the drafter was trained with")
@@ -52,11 +54,13 @@ class Keys(dict[str, Any]):
         """Return the key's value, which must be a whole number.
 
         Raises:
-            UserError: The key is missing, or its value is no whole number from `lowest`.
+            UserError: The key is missing, or its value is no whole number from `lowest` to `LARGEST`.
         """
         value = self[key]
-        if type(value) is not int or value < lowest:
-            raise UserError(f"config.json: `{key}` is {value!r}, not a whole number from {lowest}: correct it")
+        if type(value) is not int or not lowest <= value <= LARGEST:
+            raise UserError(
+                f"config.json: `{key}` is {value!r}, not a whole number from {lowest} to {LARGEST}: correct it"
+            )
         return value
 
     def wholes(self, key: str, values: Any = None) -> list[int]:
@@ -244,7 +248,7 @@ def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any
     ours, theirs = _layer_values(layers_config(layer_config, 1)), _layer_values(_as_transformers_reads(Keys(config)))
     return {
         key: f"{key} is {theirs[key]} where the target's layers have {ours[key]}"
-        for key in LAYER_KEYS
+        for key in ("partial_rotary_factor", *LAYER_KEYS)
         if theirs[key] != ours[key] and (exactly or key not in HARMLESS_KEYS)
     }
 
@@ -253,8 +257,10 @@ def _layer_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what decides on the layers of transformers' config, with the default of `head_dim`."""
     values = {key: getattr(config, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
-    rope = values["rope_parameters"] or {}
-    return {**values, "rope_parameters": {key: value for key, value in rope.items() if value is not None}}
+    rope = {key: value for key, value in (values["rope_parameters"] or {}).items() if value is not None}
+    partial = rope.pop("partial_rotary_factor", 1.0)
+    rope |= {} if partial == 1.0 else {"partial_rotary_factor": partial}
+    return {**values, "rope_parameters": rope, "partial_rotary_factor": partial}
 
 
 def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
@@ -266,7 +272,8 @@ def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
         UserError: A value is not what transformers takes.
     """
     model_type = keys.get("model_type")
-    values = {key: keys[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if keys.get(key) is not None}
+    read = (*LAYER_KEYS, "rope_theta", "rope_scaling", "partial_rotary_factor")
+    values = {key: keys[key] for key in read if keys.get(key) is not None}
     if "layer_width" in keys:  # vLLM's states are wider than the layers, see `vllm_parallel.py`
         values["hidden_size"] = keys["layer_width"]
     rope = values.get("rope_parameters")
@@ -277,12 +284,15 @@ def _as_transformers_reads(keys: Keys) -> PreTrainedConfig:
         values["rope_parameters"] = rope[layer_type]
     try:
         config = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
-        float(config.rope_parameters["rope_theta"])
-        return config
+        theta = config.rope_parameters["rope_theta"]
     except Exception as error:  # of any type: transformers checks each key in its own way
         raise UserError(
             f"config.json: the keys of its layers are not what transformers reads ({reason(error)})"
         ) from None
+    for each in (theta, values.get("rope_theta", theta)):  # the second is not read where there are `rope_parameters`
+        if not is_rope_theta(each):
+            raise UserError(f"config.json: `rope_theta` is {each!r}, not a finite number above 0: correct it")
+    return config
 
 
 def has_biases(layer_config: Mapping[str, Any]) -> bool:

@@ -118,13 +118,15 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     state.pop("target_norm.weight", None)
     long_names = {short: ours for ours, short in SHORT_NAMES.items()}
     state = {long_names.get(name, name): tensor for name, tensor in state.items()}
-    parts = [state.pop(name) for name in ("fuse_embedding.weight", "fuse_features.weight") if name in state]
-    if parts:
-        state["fuse.weight"] = torch.cat(parts, dim=1)
-    if keys.flag("shared_mask"):
+    parts = ("fuse_embedding.weight", "fuse_features.weight")
+    names = [name for name in parts if name in state and state[name].ndim == 2]
+    if len({(len(state[name]), state[name].dtype) for name in names}) == 1:  # others are reported by name
+        state["fuse.weight"] = torch.cat([state.pop(name) for name in names], dim=1)
+    if keys.flag("shared_mask") and "masks" in state and state["masks"].ndim:
         state["masks"] = state["masks"][:1]
     options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **rope}
     options |= {option: keys[option] for option in OPTIONS if option in keys}
+    options["markov_rank"] = keys.whole("markov_rank") if "markov_rank" in keys else 0
     options["sliding_window"] = window_of(keys)
     if "d2t" in state:
         drafted = read_draft_vocabulary(state, keys, target_config["vocab_size"])

@@ -86,13 +86,6 @@ def make_layer(config: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
     return Qwen3DecoderLayer(config, vllm_config.cache_config, quantization, prefix, per_layer_sliding_window=window)
 
 
-def number_masks(is_mask_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row [N] the index of the last row up to it that is no mask, and the distance to that row."""
-    rows_n = torch.arange(len(is_mask_n), device=is_mask_n.device)
-    token_row_n = torch.cummax(rows_n.masked_fill(is_mask_n, 0), dim=0).values
-    return token_row_n, rows_n - token_row_n
-
-
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0})
 class ParallelLayers(nn.Module):
     """Inputs, layers and norm of the drafter: the part that vLLM compiles. Parameters have the checkpoint's names."""
@@ -131,7 +124,10 @@ class ParallelLayers(nn.Module):
         inputs = hidden_states[:, : self.width]
         if self.in_one_forward:
             is_mask_n = input_ids == self.config.pard_token
-            token_row_n, number_n = number_masks(is_mask_n)
+            rows_n = torch.arange(len(is_mask_n), device=is_mask_n.device)
+            # The last row up to each that is no mask, and the distance to that row.
+            token_row_n = torch.cummax(rows_n.masked_fill(is_mask_n, 0), dim=0).values
+            number_n = rows_n - token_row_n
             input_ids = input_ids.masked_fill(is_mask_n, 0)
         else:
             number_n = hidden_states[:, self.width].to(torch.int64)

@@ -55,7 +55,7 @@ class CpuLayers:
         self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, Tensor, bool] | None = None
         self._first_input = getattr(layers[0], "attention_input", None)
         if self._first_input is None and _norms(layers[0])[0] is None:  # EAGLE's
-            self._first_input = _unchanged
+            self._first_input = lambda inputs: (inputs, inputs)
         self.refresh()
 
     @classmethod
@@ -316,10 +316,6 @@ def _norms(layer: Any) -> list[Any]:
 
 def _is_none(norm: nn.Module) -> bool:
     return isinstance(norm, nn.Identity)
-
-
-def _unchanged(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    return inputs, inputs
 
 
 def head_size(config: Any) -> int:

@@ -94,7 +94,7 @@ def _built(compiler: str) -> Path:
                 made.chmod(0o700)
                 with made.open("rb") as stream:
                     os.fsync(stream.fileno())
-                _sum_file(library).write_text(file_sha256(made), encoding="utf-8")
+                library.with_suffix(".sha256").write_text(file_sha256(made), encoding="utf-8")
                 made.replace(library)
     return library
 
@@ -109,13 +109,9 @@ def _instructions(compiler: str) -> str:
     raise subprocess.CalledProcessError(done.returncode, compiler, done.stdout, done.stderr)
 
 
-def _sum_file(library: Path) -> Path:
-    return library.with_suffix(".sha256")
-
-
 def _is_usable(library: Path) -> bool:
     """Return True if the library is whole, and nobody else can have written it."""
-    sum_file = _sum_file(library)
+    sum_file = library.with_suffix(".sha256")
     if not library.is_file() or not sum_file.is_file() or not is_own(library):
         return False
     return sum_file.read_text(encoding="utf-8") == file_sha256(library)

@@ -78,9 +78,7 @@ def get_gguf_file(recipe: TargetRecipe) -> Path:
 def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Dequantize a GGUF file's model and store it, with its tokenizer, as a Hugging Face folder."""
     if not is_gguf_available():
-        raise UserError(
-            f"target.gguf_file {file.name} needs the package gguf to be read: pip install 'draftsmith[gguf]'"
-        )
+        raise UserError(f"target.gguf_file {file.name} needs the package gguf: pip install -e '.[gguf]' in a checkout")
 
     def read(model_class: Any, **options: Any) -> Any:
         try:

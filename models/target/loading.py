@@ -35,6 +35,7 @@ from draftsmith.models.target.text_model import (
     use_configured_time_steps,
     use_exact_attention,
 )
+from draftsmith.models.target.view import target_value
 from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.loading import ADAPTER_FILE, adapter_error
@@ -210,15 +211,25 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
     """Load the target's generation config, or build it from the target's config.
 
     Raises:
-        UserError: The generation config is damaged; transformers would ignore it and its end tokens.
+        UserError: The generation config is damaged; transformers would ignore it and its end tokens. Or an end token
+            is none of the target's tokens.
     """
-    location = target_location(recipe)
-    if (Path(location) / "generation_config.json").is_file():
-        return _read(location, lambda: GenerationConfig.from_pretrained(location))
+    location, config, file = target_location(recipe), load_target_config(recipe), "generation_config.json"
     try:
-        return GenerationConfig.from_pretrained(location, revision=recipe.revision)
+        if (Path(location) / file).is_file():
+            found = _read(location, lambda: GenerationConfig.from_pretrained(location))
+        else:
+            found = GenerationConfig.from_pretrained(location, revision=recipe.revision)
     except OSError:
-        return GenerationConfig.from_model_config(load_target_config(recipe))
+        found, file = GenerationConfig.from_model_config(config), "config.json"
+    ends, vocabulary = found.eos_token_id, target_value(config, "vocab_size")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if ends is not None and (type(end) is not int or not 0 <= end < vocabulary):
+            raise UserError(
+                f"target.model {recipe.model}: {file}: `eos_token_id` is {ends!r}, and the target's tokens are whole "
+                f"numbers from 0 to {vocabulary - 1}: correct it"
+            )
+    return found
 
 
 def weights_hash(recipe: TargetRecipe) -> str | None:
@@ -349,8 +360,14 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     if recipe.device is None:
         if torch.cuda.is_available():
             return torch.device("cuda")
-        if (unseen := unseen_gpu()) is not None:
-            raise UserError(f"{unseen}: install the build of torch for this driver, or set target.device=cpu")
+        if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and NVIDIA.is_file():  # not hidden on purpose
+            driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA.read_text(encoding="utf-8", errors="replace"))
+            built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+            raise UserError(
+                f"this machine has an NVIDIA GPU (driver {driver[0] if driver else 'unknown'}) that torch "
+                f"{torch.__version__} cannot use, which {built}: install the build of torch for this driver, or set "
+                "target.device=cpu"
+            )
         return torch.device("cpu")
     try:
         device = torch.device(recipe.device)
@@ -358,18 +375,6 @@ def target_device(recipe: TargetRecipe) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device {recipe.device} cannot be used here ({reason(error)}): try cpu") from None
     return device
-
-
-def unseen_gpu() -> str | None:
-    """Describe a GPU of this machine that torch cannot use; None if there is none, or it was hidden on purpose."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not NVIDIA.is_file():
-        return None
-    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA.read_text(encoding="utf-8", errors="replace"))
-    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-    return (
-        f"this machine has an NVIDIA GPU (driver {driver[0] if driver else 'unknown'}) that torch {torch.__version__} "
-        f"cannot use, which {built}"
-    )
 
 
 def device_sentence(device: torch.device) -> str:

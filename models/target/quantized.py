@@ -15,13 +15,11 @@ from draftsmith.recipes.schema import TargetRecipe
 
 
 def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantise the target; none without `target.quantization`.
+    """Return the arguments of `from_pretrained` that quantise the target as `target.quantization` says.
 
     Raises:
         UserError: bitsandbytes is not installed.
     """
-    if recipe.quantization is None:
-        return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             f"key `target.quantization`: {recipe.quantization} needs bitsandbytes, which is not installed: "

@@ -52,9 +52,7 @@ def choose_attention(config: PreTrainedConfig, requested: str) -> str:
 
 def use_exact_attention(target: PreTrainedModel) -> None:
     """Switch from `sdpa` to `eager` if `sdpa` drops a term of this target's attention."""
-    if not dropped_by_sdpa(target):
-        return
-    if str(target.config._attn_implementation) != EAGER:
+    if dropped_by_sdpa(target) and str(target.config._attn_implementation) != EAGER:
         target.set_attn_implementation(EAGER)
 
 

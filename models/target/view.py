@@ -70,11 +70,6 @@ def flat_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"rope_theta": theta, **scaling}
 
 
-def embedding_width(values: Mapping[str, Any]) -> int:
-    """Return the width of the token embedding, by default that of the layers."""
-    return next((values[key] for key in EMBEDDING_WIDTHS if isinstance(values.get(key), int)), values["hidden_size"])
-
-
 def is_wrapper(config: PreTrainedConfig) -> bool:
     """Return whether the checkpoint holds other models than the text model too, such as vision."""
     return config.get_text_config() is not config

@@ -151,7 +151,12 @@ def get_max_positions(target: Any) -> int | None:
     text: Any = target.config.get_text_config()
     if getattr(text, "attn_temperature_tuning", None):
         limits.append(int(text.floor_scale) - 1 - MOST_NODES)
-    return min(limits, default=None)
+    return min([*limits, *filter(None, [hiding_from(text)])], default=None)
+
+
+def hiding_from(config: PreTrainedConfig) -> int | None:
+    """Return the length in tokens beyond which Doge hides tokens, not the same in every forward; None: no limit."""
+    return _size(config.get_text_config(), "keep_window_size")
 
 
 def tokens_within_windows(target: Any) -> int | None:

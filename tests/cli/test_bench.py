@@ -14,11 +14,9 @@ from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
 from draftsmith.cli.console import console
-from draftsmith.cli.engine_bench import ServingOptions, read_engine_options, vllm_arguments
+from draftsmith.cli.engine_bench import ServingOptions
 from draftsmith.cli.main import app
-from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.sources.questions import Question
-from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))
 OTHER_ANSWER = [[30], [31, 39], [33, 34], [35, 36]]
@@ -121,9 +119,3 @@ def test_questions_spread_over_the_set() -> None:
     assert [question.question_id for question in some.choose(questions, 4)] == [0, 2, 5, 7, 10, 12, 15, 17]
     assert [len(some.choose(questions, concurrency)) for concurrency in (1, 16, 64)] == [8, 16, 20]
     assert ServingOptions().choose(questions, 1) == questions
-
-
-def arguments(**options: Any) -> dict[str, Any]:
-    recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
-    setting = EngineSetting(recipe, None, (2,))
-    return vllm_arguments(read_engine_options(json.dumps(options)), setting, 300, 16)

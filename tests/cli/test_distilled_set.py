@@ -94,7 +94,6 @@ def test_by_way_of_the_hub(folder: Path, hub: FakeHub) -> None:
     again = recipe_of(folder, "again", name)
     run_distill(again)
     assert lines_of(again) == lines_of(own)
-    hub.repos["org/other"] = Repo(private=True)
-    hub.repos["org/other"].commit({"data.csv": b"x"})
+    hub.repos["org/other"] = Repo(private=True, files={"data.csv": b"x"})
     refused = CliRunner().invoke(app, ["push", recipe_file(own), "--data", "--repo", "org/other"])
     assert "org/other exists and holds no distilled set (data.csv)" in refused.output

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
+from support.tiny_models import long_rope
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -110,7 +111,9 @@ def clinic(
     return Clinic(folder, tokenizer)
 
 
-def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
+def test_healthy_recipe_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "PMI_SIZE": "x"}.items():  # of a launch, and doctor is in none
+        monkeypatch.setenv(name, value)
     code, findings, printed = clinic(tmp_path).examine(rows=1)
     assert code == 0
     assert findings["drafter/engines"]["figures"] == {"loading": ["vLLM"]}
@@ -121,6 +124,7 @@ def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
     assert share["tokens"] == sum(len(row.input_ids) for row in rows)
     assert share["loss_tokens"] == sum(sum(row.loss_mask) for row in rows)
     assert findings["source/end tokens"]["figures"]["answers"] == 3
+    assert findings["source/over-long"]["sentence"] == "no answer lies beyond 250 tokens"
     assert 0 < findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
     assert "«Hello there Hello there Hello there Hello there <|im_end|>»\n" in printed
     assert "Next: draftsmith distill" in printed
@@ -157,15 +161,20 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
         {}, ["data.max_length_tokens=8", "data.distill.engine=none"],
-        "source/over-long", "3 have no answer before that limit, so no conversation is left: raise",
+        "source/over-long", "3 conversations have no answer before, so no conversation is left: raise",
     ),
     "more tokens than positions": (
         {"max_position_embeddings": 20}, ["data.distill.engine=none"],
-        "source/positions", "only 20 positions: set data.max_length_tokens to 20",
+        "source/positions", "but the target has 20 positions: set data.max_length_tokens to 20",
+    ),
+    "a switch of RoPE": (
+        {"rope_parameters": long_rope(240)}, ["data.distill.engine=none"],
+        "source/positions", "may have 250 tokens, but the target's RoPE .* one beyond 240 tokens: set .* to 240",
     ),
     "no room for answers": (
         {"max_position_embeddings": 64}, ["data.distill.max_new_tokens=60"],
-        "source/room for answers", "none of 3 prompts leaves room .*=60 within the target's 64 positions",
+        "source/room for answers",
+        r"none of 3 prompts leaves room .*=60 within the target's 64 positions, .* tokens: set .* to \d+ at most,",
     ),
     "no token of thoughts": (
         {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
@@ -275,6 +284,18 @@ def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     checks = ("invalid conversations", "over-long", "vocabulary")
     assert warnings == {f"source/{check}" for check in checks}
     assert findings["source/over-long"]["figures"] == {"cut": 1, "too_long": 0, "conversations": 3}
+
+
+def test_kept_answers_without_an_end_are_a_warning(tmp_path: Path) -> None:
+    case = clinic(tmp_path, source=[{"prompt": f"Say hi {n}"} for n in range(3)])
+    _, findings, _ = case.examine()
+    assert findings["source/without answers"]["figures"] == {"unanswered": 3}
+    kept = ("data.distill.max_new_tokens=2", "data.distill.cut_answers=keep")
+    assert CliRunner().invoke(cli.app, ["distill", str(tmp_path / "mine.yaml"), *kept]).exit_code == 0
+    code, findings, _ = case.examine(*kept)
+    assert (code, findings["tokens/end tokens"]["severity"]) == (0, "warning")
+    assert findings["tokens/end tokens"]["sentence"].startswith("3 answers were cut at max_new_tokens and kept")
+    assert "source/without answers" not in findings
 
 
 def test_engine_that_is_not_installed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

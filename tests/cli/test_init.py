@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from support.tiny_models import VOCABULARY
-from support.tiny_runs import save_tokenizer
+from support.tiny_runs import save_target
 from typer.testing import CliRunner
 
 from draftsmith.cli import init
 from draftsmith.cli import main as cli
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target_config
 from draftsmith.recipes.loading import load_recipe
 
 
@@ -31,15 +31,22 @@ def test_written_recipe_has_every_option(engine: str, kind: str, tmp_path: Path)
     assert "  # size of a reduced draft vocabulary" in file.read_text(encoding="utf-8")
     again = CliRunner().invoke(cli.app, command)
     assert (again.exit_code, "exists: name another file with --file" in again.stderr) == (2, True)
-    for option in ("--target", "--data"):
-        wrong = CliRunner().invoke(
-            cli.app, [*command, "--name", "new", "--file", str(tmp_path / "new"), option, "/no.jsonl"]
-        )
-        assert (wrong.exit_code, f"{option} /no.jsonl does not exist" in wrong.stderr) == (2, True)
+    new = [*command, "--name", "new", "--file", str(tmp_path / "new")]
+    (tmp_path / "a.txt").write_text("Say hi\n")
+    (tmp_path / "b.jsonl").write_text('{"txt": "hi"}\n')
+    for option, given, sentence in (
+        ("--target", "/no.jsonl", "--target /no.jsonl does not exist"),
+        ("--data", "/no.jsonl", "--data /no.jsonl does not exist"),
+        ("--data", tmp_path / "a.txt", "a.txt line 1: not JSON"),
+    ):
+        wrong = CliRunner().invoke(cli.app, [*new, option, str(given)])
+        assert (wrong.exit_code, sentence in wrong.stderr.replace("\n", " ")) == (2, True)
+    noted = CliRunner().invoke(cli.app, [*new, "--data", str(tmp_path / "b.jsonl")])
+    assert (noted.exit_code, "b.jsonl line 1: a conversation needs" in noted.stderr.replace("\n", " ")) == (0, True)
 
 
-def test_thinking_is_visible_if_the_template_reads_it(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "target", VOCABULARY)
+def test_recipe_follows_template_positions_and_installed_engines(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
     template = (tmp_path / "target" / "chat_template.jinja").read_text()
     (tmp_path / "target" / "chat_template.jinja").write_text("{% if enable_thinking %}{% endif %}" + template)
     file = tmp_path / "mine.yaml"
@@ -47,4 +54,9 @@ def test_thinking_is_visible_if_the_template_reads_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     assert "mine.yaml sets enable_thinking to false: change it" in result.stdout
-    assert load_recipe(file).target.chat_template_kwargs == {"enable_thinking": False}
+    recipe = load_recipe(file)
+    is_noted = "Note: vLLM is not installed here, so" in result.stdout
+    assert is_noted == (recipe.data.distill.engine == "transformers")
+    assert recipe.target.chat_template_kwargs == {"enable_thinking": False}
+    positions = load_target_config(recipe.target).max_position_embeddings
+    assert (recipe.data.max_length_tokens, recipe.data.distill.max_new_tokens) == (positions, positions // 2)

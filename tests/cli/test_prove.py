@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import tiny_target
+from support.tiny_models import long_rope, tiny_target
 from torch import Tensor
 
 from draftsmith.cli.artifacts import DistributionProof, GreedyProof, Proof
@@ -38,17 +38,15 @@ class Guess(Method):
         return DraftTree([self._newest, *drawn], TreeShape.chain(2), self._q.expand(3, -1))
 
 
-def distribution_proof(
-    temperature: float = 1.0, answers: int = 60, tokens: int = 20, target: Any = None
-) -> DistributionProof:
+def distribution_proof(temperature: float = 1.0, target: Any = None) -> DistributionProof:
+    """Test 60 answers of 20 tokens."""
     target, sampling = target or tiny_target(), Sampling(temperature)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
     measured = Arm(Guess(q, generator), sampling, generator)
     with TargetSession(target, 64) as session:
         drawn = [
-            (PROMPT, generate(session, measured.method, PROMPT, sampling, tokens, (), generator).ids)
-            for _ in range(answers)
+            (PROMPT, generate(session, measured.method, PROMPT, sampling, 20, (), generator).ids) for _ in range(60)
         ]
     return _test(target, measured, drawn)
 
@@ -75,9 +73,9 @@ def test_lossless_sampling_passes_and_lossy_sampling_fails(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_answers_across_the_length_where_angles_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token is compared with the probabilities by the angles that a text of its length has."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 14, **factors}
-    target = tiny_target("phi3", rope_parameters=rope, original_max_position_embeddings=14, sliding_window=None)
+    target = tiny_target(
+        "phi3", rope_parameters=long_rope(14), original_max_position_embeddings=14, sliding_window=None
+    )
     assert distribution_proof(0.1, target=target).p_value > 0.01
     monkeypatch.setattr("draftsmith.cli.prove.rope_switch", lambda target: None)  # as if one forward were enough
     assert distribution_proof(0.1, target=target).p_value < 1e-3

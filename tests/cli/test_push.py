@@ -79,7 +79,7 @@ def test_one_commit_has_all_files_and_deletes_no_others(finished: FinishedRun, h
     assert hub.calls["upload_folder"] == 1
     own = {"notes/mine.json": b"{}", "LICENSE": b"mine"}
     stale = {"model-00002-of-00002.safetensors": b"x", "eval/old.png": b"x", "export/vllm/config.json": b"{}"}
-    repo.commit(hub.files(REPO) | own | stale)
+    repo.files = hub.files(REPO) | own | stale
     finished.done("push", "--license", "mit")
     assert hub.files(REPO) == staged(finished) | own
     assert b"license: mit" in hub.files(REPO)["README.md"]
@@ -97,7 +97,7 @@ def test_failed_push_is_one_sentence_and_resumes(
 ) -> None:
     hub.faults[call] = fault
     assert sentence in finished.error("push")
-    assert all(repo.at(None) == {} for repo in hub.repos.values())
+    assert all(repo.files == {} for repo in hub.repos.values())
     hub.faults.clear()
     finished.done("push")
     assert hub.files(REPO) == staged(finished)
@@ -140,9 +140,9 @@ def test_unsuitable_existing_repository_is_refused(finished: FinishedRun, hub: F
     assert "tester/mine is public: push with --public" in finished.error("push", "--repo", "mine")
     repo.private = True
     assert "tester/mine is private: leave out --public" in finished.error("push", "--repo", "mine", "--public")
-    repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
+    repo.files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"}
     assert "holds no draftsmith drafter (config.json, model.safetensors)" in finished.error("push", "--repo", "mine")
-    repo.commit({"data.csv": b"1,2"})
+    repo.files = {"data.csv": b"1,2"}
     assert "holds no draftsmith drafter (data.csv)" in finished.error("push", "--repo", "mine")
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 

@@ -12,9 +12,7 @@ from draftsmith.models import compiling
 from draftsmith.models.compiling import Graphs
 
 
-def failing_call(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int, must: bool = True
-) -> Callable[[], Any]:
+def failing_call(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> Callable[[], Any]:
     """Return a call that raises this error after `good_calls` runs of its function, counting replays."""
     results = iter(range(good_calls))
 
@@ -28,7 +26,7 @@ def failing_call(
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: run)
     monkeypatch.setattr(compiling, "record_graph", record_graph)
-    graphs = Graphs(lambda: "as it is", "target tiny", torch.device(device), "eager", must)
+    graphs = Graphs(lambda: "as it is", "target tiny", torch.device(device), "eager", must=True)
     return lambda: graphs(1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from draftsmith.errors import UserError
-from draftsmith.files import file_sha256
+from draftsmith.files import file_sha256, write_json
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import (
     OWNER_FILE,
@@ -21,7 +21,6 @@ from draftsmith.recipes.run_folder import (
     run_lock,
     with_recorded_date,
     with_run_lock,
-    write_settings,
 )
 from draftsmith.recipes.schema import Recipe
 
@@ -79,9 +78,13 @@ def test_lock_error_names_the_other_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")  # the second process of a training whose first one holds the lock
     assert stage(recipe, 3) == 3
-    monkeypatch.setenv("RANK", "one")
-    with pytest.raises(UserError, match="RANK=one in the environment is not a number: unset RANK, or start by `torch"):
-        stage(recipe, 3)
+    for rank, message in (
+        ("one", "is not a number from 0 on: unset RANK, or start"),
+        ("2", "is not below WORLD_SIZE=2"),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match=f"RANK={rank} in the environment {message}"):
+            stage(recipe, 3)
 
 
 def test_dead_process_releases_the_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
@@ -131,7 +134,7 @@ WAY_OUT = "restore the key, give the recipe another `name`, or delete that folde
 def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], difference: str) -> None:
     file = tmp_path / "settings.json"
     check_settings(file, SETTINGS, "measure again")  # no stage has started
-    write_settings(file, SETTINGS)
+    write_json(file, SETTINGS)
     check_settings(file, SETTINGS, "measure again")
     check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
     with pytest.raises(UserError) as caught:
@@ -140,7 +143,7 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], d
 
 
 def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:
-    write_settings(tmp_path / "settings.json", SETTINGS)
+    write_json(tmp_path / "settings.json", SETTINGS)
     without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}
     with pytest.raises(UserError, match=r"data.max_length_tokens = 512, now it is None"):
         check_settings(tmp_path / "settings.json", without, "distil again", ["data.max_length_tokens"])
@@ -155,7 +158,7 @@ def test_what_was_distilled_decides(tmp_path: Path) -> None:
     settings = {f"data.conversations.{key}": value for key, value in conversations.items()}
     settings["data.conversations.filters"]["languages"] = []  # of the release before
     settings |= {"data.distill.temperature": 0.0, "data.distill.cut_answers": "drop", "seed": 3}
-    write_settings(RunFolder(recipe).data / "distill_settings.json", settings | {TEMPLATE_DATE: "2026-03-01"})
+    write_json(RunFolder(recipe).data / "distill_settings.json", settings | {TEMPLATE_DATE: "2026-03-01"})
     decided, sentence = as_distilled(recipe)
     assert (decided.data.distill.temperature, decided.data.distill.cut_answers) == (0.0, "drop")
     assert sentence.endswith("with data.distill.temperature = 0.0, which replaces this recipe's settings")

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -75,14 +74,6 @@ class RunningServer:
         self.worker.stop()
         self._working.join(timeout=20)
         self._stack.close()
-
-    def connect(self, stack: ExitStack, data: bytes, timeout_s: float) -> socket.socket:
-        """Open a connection until the stack closes, and send data on it."""
-        host, port = self.root.removeprefix("http://").split(":")
-        opened = stack.enter_context(socket.create_connection((host, int(port))))
-        opened.settimeout(timeout_s)
-        opened.sendall(data)
-        return opened
 
     def ask(self, question: str, **options: Any) -> Any:
         messages: Any = [{"role": "user", "content": question}]

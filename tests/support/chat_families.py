@@ -37,23 +37,19 @@ MISTRAL_V01 = (
     "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token + ' ' }}{% endif %}{% endfor %}"
 )
 # The system prompt moves to the last user turn.
-MISTRAL_SYSTEM = (
+MISTRAL_V03 = (
     "{% set system = '' %}{% set turns = messages %}"
     "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
-    "{% set system = messages[0].content + '\n\n' %}{% endif %}{{ bos_token }}{% for m in turns %}" + ALTERNATE
-)
-MISTRAL_V03 = (
-    MISTRAL_SYSTEM + "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}"
+    "{% set system = messages[0].content + '\n\n' %}{% endif %}{{ bos_token }}{% for m in turns %}"
+    + ALTERNATE
+    + "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA_TURNS = (
-    ALTERNATE + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
-    "{% if loop.first and system %}{{ system }}{% endif %}{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 GEMMA2 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}" + GEMMA_TURNS
+    "{% for m in messages %}" + ALTERNATE + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
+    "{{ '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 # Thoughts stay after the last user turn and are removed before it; the last answer always has a think block.
 QWEN3 = (
@@ -177,7 +173,6 @@ class Family:
 
 
 THOUGHTS = ("<think>", "</think>")
-INSTRUCTION = ("[INST]", "[/INST]")
 TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 FAMILIES = {
     "ChatML": Family(CHATML, "<|im_end|>"),
@@ -185,7 +180,7 @@ FAMILIES = {
     "Llama 3": Family(LLAMA3, "<|eot_id|>", "<|begin_of_text|>"),
     "Vicuna": Family(VICUNA),
     "Mistral v0.1": Family(MISTRAL_V01),
-    "Mistral v0.3": Family(MISTRAL_V03, special=INSTRUCTION),
+    "Mistral v0.3": Family(MISTRAL_V03, special=("[INST]", "[/INST]")),
     "Gemma 2": Family(GEMMA2, "<end_of_turn>", "<bos>", TURNS),
     "Qwen3": Family(QWEN3, "<|im_end|>", added=THOUGHTS),
     "Qwen3, no thoughts": Family(QWEN3_SILENT, "<|im_end|>", added=THOUGHTS),

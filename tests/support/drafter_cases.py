@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter, label_all_groups
-from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.train.drafter import parity
 
@@ -84,7 +84,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
         {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1], "sliding_window": 6},
         {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
-        {"first_token": False, "feature_layers": [1, -1], "intermediate_size": 40},
+        {"first_token": False, "feature_layers": [1, -1]},
     ],
     "pass_embeddings": [{"draft_vocab_size": 40, "sliding_window": 6}],
     "peagle": [
@@ -118,10 +118,6 @@ BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
     ("dflash2", {"until_first_error": True, "selector_rank": 6, "selector_top_k": 5}),
 ]
-
-
-def options_of(kind: str) -> set[str]:
-    return set(load_drafter_class(kind).config_class.Options.model_fields)
 
 
 def target_and_drafter(

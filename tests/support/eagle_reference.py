@@ -75,7 +75,7 @@ class LayoutReference:
         embedded = self.norm(f"{first}.input_layernorm", self.embedding[tokens])
         normed = self.norm(f"{first}.hidden_norm", g_rd)
         residual = normed if normed_residual else g_rd
-        positions, sees = list(range(len(tokens))), causal(len(tokens))
+        positions, sees = list(range(len(tokens))), [list(range(row + 1)) for row in range(len(tokens))]
         out = self.layer(first, torch.cat([embedded, normed], dim=-1), residual, positions, sees)
         further = 1
         while f"layers.{further}.input_layernorm.weight" in self.tensors:
@@ -90,10 +90,6 @@ class LayoutReference:
 
     def eagle3_logits(self, out: Tensor) -> Tensor:
         return self.norm("norm", out) @ self.tensors.get("lm_head.weight", self.head).T
-
-
-def causal(count: int) -> list[list[int]]:
-    return [list(range(row + 1)) for row in range(count)]
 
 
 def eagle_features(drafter: Drafter, inputs_rd: Tensor, positions: list[int], sees: list[list[int]]) -> Tensor:

@@ -16,7 +16,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 
 from draftsmith.cli import push
@@ -33,21 +32,10 @@ def refused(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHT
 
 @dataclass
 class Repo:
-    """Branches of commits (contents by path), the oldest first."""
+    """The newest commit of one branch: contents by path."""
 
     private: bool
-    branches: dict[str, list[dict[str, bytes]]] = field(default_factory=lambda: {"main": [{}]})
-
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> None:
-        self.branches[branch].append(files)
-
-    def at(self, revision: str | None) -> dict[str, bytes]:
-        commits = {commit_id(files): files for history in self.branches.values() for files in history}
-        found = self.branches[revision or "main"][-1] if (revision or "main") in self.branches else None
-        found = commits.get(str(revision)) if found is None else found
-        if found is None:
-            raise refused(404, RevisionNotFoundError)
-        return found
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 def commit_id(files: dict[str, bytes]) -> str:
@@ -68,15 +56,15 @@ class FakeHub:
         self.faults: dict[str, Exception] = {}
         self.read_only: set[str] = set()
 
-    def files(self, repo: str, revision: str | None = None) -> dict[str, bytes]:
-        return self.repos[repo].at(revision)
+    def files(self, repo: str) -> dict[str, bytes]:
+        return self.repos[repo].files
 
     def whoami(self) -> dict[str, str]:
         self._called("whoami")
         return {"name": USER}
 
     def repo_info(self, repo: str, repo_type: str) -> Any:
-        files = self._repo("repo_info", repo).at(None)
+        files = self._repo("repo_info", repo).files
         siblings = [SimpleNamespace(rfilename=name) for name in (".gitattributes", *files)]
         return SimpleNamespace(private=self.repos[repo].private, siblings=siblings)
 
@@ -86,12 +74,8 @@ class FakeHub:
             raise refused(403)
         self.repos.setdefault(repo, Repo(private))
 
-    def create_branch(self, repo: str, branch: str, exist_ok: bool, repo_type: str) -> None:
-        found = self._repo("create_branch", repo)
-        found.branches.setdefault(branch, list(found.branches["main"]))
-
     def list_repo_files(self, repo: str, revision: str | None, repo_type: str) -> list[str]:
-        return [".gitattributes", *self._repo("list_repo_files", repo).at(revision)]
+        return [".gitattributes", *self._repo("list_repo_files", repo).files]
 
     def upload_folder(
         self,
@@ -104,11 +88,9 @@ class FakeHub:
     ) -> Any:
         repo = self._repo("upload_folder", repo_id)
         new = {p.relative_to(folder_path).as_posix(): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
-        patterns = delete_patterns
-        left = {n: d for n, d in repo.at(revision).items() if not any(fnmatch.fnmatch(n, p) for p in patterns)}
-        if left | new != repo.at(revision):  # an empty commit is not made
-            repo.commit(left | new, revision or "main")
-        return SimpleNamespace(commit_url=f"{URL}/{repo_id}/commit/{commit_id(repo.at(revision))}")
+        left = {n: d for n, d in repo.files.items() if not any(fnmatch.fnmatch(n, p) for p in delete_patterns)}
+        repo.files = left | new
+        return SimpleNamespace(commit_url=f"{URL}/{repo_id}/commit/{commit_id(repo.files)}")
 
     def hf_hub_download(
         self,
@@ -120,7 +102,7 @@ class FakeHub:
     ) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not in the cache")
-        files = self._repo("hf_hub_download", repo).at(revision)
+        files = self._repo("hf_hub_download", repo).files
         if name not in files:
             raise EntryNotFoundError(f"no {name}")
         return str(self._fetched({name: files[name]}) / name)
@@ -136,7 +118,7 @@ class FakeHub:
         def matches(name: str, patterns: Any) -> bool:
             return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
-        files = self._repo("snapshot_download", repo).at(revision)
+        files = self._repo("snapshot_download", repo).files
         asked = {n: d for n, d in files.items() if matches(n, allow_patterns) and not matches(n, ignore_patterns)}
         return str(self._fetched(asked))
 

@@ -1,6 +1,5 @@
 """Requests to the openai engine, and servers and engines that are stopped at the end of a test."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,10 +86,3 @@ def run(engine: Engine, batch: list[Request]) -> dict[str, Outcome]:
 
 def right_answers(batch: list[Request]) -> dict[str, Outcome]:
     return {request.key: Completion(answer_ids(request.prompt_ids), "stop") for request in batch}
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

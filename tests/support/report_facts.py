@@ -132,12 +132,10 @@ def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True
     return QuestionRecord(run, 1, "math", 0.0, answers)
 
 
-def records_of(
-    methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 8
-) -> list[QuestionRecord]:
+def records_of(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,)) -> list[QuestionRecord]:
     """Build two questions of each of four categories, of three tasks; `methods` has seconds, the baseline takes 2 s."""
     records = []
-    for number in range(questions):
+    for number in range(8):
         record = made_up(0, 1.0, 2.0)
         record.question_id, record.category = number, ("writing", "math", "translation", "rag")[number % 4]
         chain, plain = record.answers["chain@0"], record.answers["autoregressive@0"]

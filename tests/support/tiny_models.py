@@ -64,18 +64,16 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return target
 
 
+def long_rope(switch: int) -> dict[str, Any]:
+    """Return RoPE whose angles change beyond `switch` tokens, for heads of 8 dimensions."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
+    return {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": switch, **factors}
+
+
 def capped_target() -> PreTrainedModel:
     """Build a target in fp64 with logits far beyond its cap."""
     sizes = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
     return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
-
-
-def tiny_chat_llama() -> LlamaForCausalLM:
-    """Build a target in float64 with the vocabulary of `tiny_tokenizers`."""
-    return smallest_llama(
-        0, 340, hidden_size=32, intermediate_size=64, max_position_embeddings=128, initializer_range=0.6,
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
 
 
 def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausalLM:

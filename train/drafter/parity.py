@@ -44,19 +44,14 @@ class Difference:
 
 
 def worst_difference(
-    drafter: Drafter,
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    features: Tensor | None,
-    prefixes: Sequence[int],
+    drafter: Drafter, target: PreTrainedModel, input_ids: Tensor, prefixes: Sequence[int]
 ) -> Difference:
     """Return the largest difference of logits between training (`Drafter.group_logits`) and the drafter's decoder.
 
     Args:
         drafter: In eval mode, in fp32 or fp64.
-        target: Computes the features if `features` is None.
+        target: Computes the features.
         input_ids: [S] or [1, S], token ids of an example.
-        features: [S, F] or [1, S, F] of the target, AT each token.
         prefixes: Ascending numbers of committed tokens, from 2 to S, after which the decoder drafts.
 
     Returns:
@@ -67,9 +62,7 @@ def worst_difference(
     if not prefixes or prefixes[0] < 2 or prefixes[-1] > length or list(prefixes) != sorted(set(prefixes)):
         raise ValueError(f"prefixes {list(prefixes)} must ascend from at least 2 to at most {length}")
     positions_1s = torch.arange(length, device=ids_s.device).unsqueeze(0)
-    if features is None:
-        features = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)
-    features_sf = features.reshape(length, -1)
+    features_sf = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)[0]
     with torch.inference_mode():
         training_gsv = drafter.group_logits(ids_s[None], features_sf[None], positions_1s)[0].float()
         vocabulary, decoder = training_gsv.shape[-1], drafter.decoder(length)
@@ -136,7 +129,7 @@ def check_parity(
     row = min(usable, key=lambda row: abs(len(row.input_ids) - ROW_TOKENS))
     ids_s = torch.tensor(row.input_ids[:ROW_TOKENS], device=target.device)
     prefixes = loop_like_prefixes(len(ids_s))
-    worst = worst_difference(drafter, target, ids_s, None, prefixes)
+    worst = worst_difference(drafter, target, ids_s, prefixes)
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     return Parity(worst, len(prefixes), len(ids_s), parameters)
 

@@ -73,7 +73,8 @@ class TrainReport(Training):
         last = f"last loss {self.loss:.3f}, {depths}"
         if self.heldout_tau:
             shares = ", ".join(f"{value:.0%}" for value in self.heldout_accuracy)
-            last += f"; on held-out examples: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
+            number = f"{self.heldout_rows} " if self.heldout_rows else ""  # not recorded by earlier releases
+            last += f"; on {number}held-out examples: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
         if self.best_step not in (None, self.steps):
             last += f", with the weights of step {self.best_step}, the best there"
         if self.was_finished:

@@ -309,10 +309,10 @@ def replayed_chains(correct_bgs: Tensor, loss_mask_bs: Tensor) -> list[list[floa
     depths = correct_bgs.shape[1]
     tokens, rounds = [0.0] * depths, [0.0] * depths
     for right_s, mask_s in zip(right_bs, loss_mask_bs.tolist(), strict=True):
-        for first, last in answers_in(mask_s):
+        for first, end in runs_of_ones(mask_s):  # several in an answer with `data.loops: mask`
             for j in range(depths):
-                tokens[j] += last - first
-                rounds[j] += _count_rounds(right_s, first, last, j + 1)
+                tokens[j] += end - 1 - first
+                rounds[j] += _count_rounds(right_s, first, end - 1, j + 1)
     return [tokens, rounds]
 
 
@@ -323,8 +323,3 @@ def _count_rounds(right_s: list[int], first: int, last: int, depth: int) -> int:
         newest += min(right_s[newest], depth) + 1
         rounds += 1
     return rounds
-
-
-def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
-    """Return (first, last) of every run of ones in a loss mask; with `data.loops: mask` an answer may have several."""
-    return [(begin, end - 1) for begin, end in runs_of_ones(mask_s)]

@@ -26,16 +26,11 @@ class ShownTraining(TrainerCallback):
     ) -> None:
         # The summary that the Trainer ends with has neither; the report tells it.
         if logs and state.is_world_process_zero and {"loss", f"{HELD_OUT_PREFIX}loss"} & logs.keys():
-            line = f"step {state.global_step}/{state.max_steps}  {line_of(logs, self._left_s(state))}"
+            done, spent_s = state.global_step - self._begun_step, time.monotonic() - self._begun_s
+            left_s = spent_s / done * (state.max_steps - state.global_step) if done else None
+            line = f"step {state.global_step}/{state.max_steps}  {line_of(logs, left_s)}"
             with tqdm.external_write_mode():
                 print(line, flush=True)
-
-    def _left_s(self, state: TrainerState) -> float | None:
-        """Return the remaining seconds at this run's speed; None before the first step."""
-        done = state.global_step - self._begun_step
-        if done < 1:
-            return None
-        return (time.monotonic() - self._begun_s) / done * (state.max_steps - state.global_step)
 
 
 class TrainingBar(ProgressCallback):

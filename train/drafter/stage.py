@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArgumen
 from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.errors import UserError
-from draftsmith.files import bytes_text, free_bytes_at, write_atomically
+from draftsmith.files import bytes_text, free_bytes_at, write_atomically, write_json
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.kernels.cuda_attention import without_cudnn_attention
@@ -36,7 +36,6 @@ from draftsmith.recipes.run_folder import (
     check_settings,
     target_settings,
     with_run_lock,
-    write_settings,
 )
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.checkpoints import (
@@ -128,7 +127,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
         _check_free_space(run.drafter, drafter)
-        write_settings(started, settings)
+        write_json(started, settings)
         if contradiction:
             print(f"{recipe.name}: {contradiction}")
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
@@ -278,6 +277,7 @@ def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start
             "tokens": trainer.progress.tokens,
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "rows": len(trainer.train_dataset),
+            "heldout_rows": None if trainer.eval_dataset is None else len(trainer.eval_dataset),
             "reproducible": reproducible,
             "weights_sha256": weights_sha256(folder),
             "target_change": getattr(drafter, "target_change", None),

@@ -213,8 +213,10 @@ class DrafterTrainer(Trainer):
         counts = list[Tensor]()
         self._drafter.train()  # as in the forward
         for number, batch in enumerate(batches):
+            # A micro-batch has the same random draws on any process, and after resuming.
             place = number * self.args.world_size + self.args.process_index
-            generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
+            seeds = np.random.SeedSequence((self.args.seed, self.state.global_step, place))
+            generator = torch.Generator(self.args.device).manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
             self._drafter.generator = generator
             positions = batch.get("position_ids")
             positions = None if positions is None else positions.to(device)
@@ -406,17 +408,6 @@ class DrafterTrainer(Trainer):
             and each.early_stopping_patience_counter >= each.early_stopping_patience
             for each in self.callback_handler.callbacks
         )
-
-
-def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
-    """Return a micro-batch's random generator, the same on any process and after resuming.
-
-    Args:
-        step: Number of finished optimizer steps.
-        place: Index of the micro-batch among those of the step, over all processes.
-    """
-    state = np.random.SeedSequence((seed, step, place)).generate_state(1, np.uint64)
-    return torch.Generator(device).manual_seed(int(state[0]))
 
 
 class StopOnInterrupt(TrainerCallback):

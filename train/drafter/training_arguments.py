@@ -19,10 +19,10 @@ from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.recipes.run_folder import RunFolder, is_first_process
+from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import OptimizerName
-from draftsmith.train.processes.launch import MPI_WORLD_SIZES, awaiting_processes, leave_at_exit, let_recipe_decide
+from draftsmith.train.processes.launch import awaiting_processes, leave_at_exit, let_recipe_decide
 
 GLOBAL_BATCH = "global_batch_size"
 # Of `data.features.source: server`: processes that ask for rows, and the batches that each asks for ahead.
@@ -133,6 +133,8 @@ def training_arguments(
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"key `train.report_to`: {' '.join(str(error).split())}") from None
     leave_at_exit()
+    if processes is None and args.world_size < launched:  # a GPU is joined by LOCAL_RANK only
+        raise UserError(f"{launched} processes were launched, and LOCAL_RANK is not set: start them by `torchrun`")
     if args.n_gpu > 1:
         # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.
         args._n_gpu = 1

@@ -64,13 +64,6 @@ def served_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int,
     return tuple(sorted({num_target_layers, *layers} - {FINAL_FEATURES}))
 
 
-def answers_folder(recipe: Recipe, served: tuple[int, ...]) -> Path:
-    """Return the folder for the hidden states of distilled answers, which depends on target and served layers."""
-    settings = [target_settings(recipe), weights_hash(recipe.target), served]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    return RunFolder(recipe).features / f"answers-{digest[:16]}"
-
-
 def open_served(
     recipe: Recipe, tokens: Dataset, tokens_hash: str, target: PreTrainedModel, layers: tuple[int, ...]
 ) -> "ServedFeatures":
@@ -124,7 +117,10 @@ class ServedFeatures:
         self._hidden_size = target_value(target.config, "hidden_size")
         self._last = target_value(target.config, "num_hidden_layers")
         self._layers, self._served = layers, served_layers(layers, self._last)
-        self.answers = answers_folder(recipe, self._served)
+        # The hidden states of distilled answers depend on target and served layers.
+        settings = [target_settings(recipe), weights_hash(recipe.target), self._served]
+        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        self.answers = RunFolder(recipe).features / f"answers-{digest[:16]}"
         self._pool: ThreadPoolExecutor | None = None
         self._client: httpx2.Client | None = None
         self._asked: dict[int, Future[Tensor]] = {}
@@ -299,13 +295,10 @@ class ServedFeatures:
             )
         if not isinstance(path, str):
             raise UserError(f"{url} of data.features.server.urls writes no hidden states: {START_IT}")
-        return self._read_file(Path(self._chosen.server.folder) / Path(path).name, ids), choice
-
-    def _read_file(self, file: Path, ids: list[int]) -> Tensor:
-        """Return what a server wrote for these tokens, and delete it."""
+        file = Path(self._chosen.server.folder) / Path(path).name
         await_file(file)
         try:
-            return self._load(file, ids)
+            return self._load(file, ids), choice
         finally:
             file.unlink(missing_ok=True)
 

@@ -11,10 +11,12 @@ from draftsmith.data.engines.engine import SERVED_NAME, engine_options
 from draftsmith.data.engines.vllm_engine import command_line
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import PROBE
+from draftsmith.errors import UserError
 from draftsmith.models.formats.exporting import loading_words
 from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import load_ends, target_location
 from draftsmith.models.target.view import target_value
+from draftsmith.models.target.windows import rope_switch
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import check_offline_support
@@ -60,7 +62,8 @@ def server_arguments(recipe: Recipe) -> dict[str, Any]:
     (plus that of an answer if the server also distils), and one token more, which vLLM generates.
 
     Raises:
-        UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read.
+        UserError: The drafter cannot be trained on features from servers, or the target's config cannot be read, or its
+            RoPE changes within `max_model_len`.
     """
     check_offline_support(recipe)
     target, drafter = models_without_weights(recipe)
@@ -70,6 +73,13 @@ def server_arguments(recipe: Recipe) -> dict[str, Any]:
         longest_tokens = max(row_lengths(load_tokens(RunFolder(recipe))))
     elif recipe.data.distill.features:  # it answers too
         longest_tokens += recipe.data.distill.max_new_tokens
+    switch = rope_switch(target)
+    if switch is not None and longest_tokens >= switch:
+        raise UserError(
+            f"vLLM would read every text with the RoPE of long ones, as max_model_len={longest_tokens + 1} exceeds "
+            f"{switch}: lower data.max_length_tokens (and data.distill.max_new_tokens, if the server also distils), "
+            "or set data.features.source=online"
+        )
     drafting = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,

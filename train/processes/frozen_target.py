@@ -6,12 +6,12 @@ loads these too, into host memory, and the other processes receive its drafter.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
@@ -92,7 +92,10 @@ def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
     if recipe.data.features.source == "online":
         return
     if _has_peers():
-        _broadcast(drafter.state_dict().values(), device)
+        for tensor in drafter.state_dict().values():  # one after the other by way of the device
+            on_device = tensor.detach().to(device).contiguous()
+            distributed.broadcast(on_device, 0)
+            tensor.copy_(on_device)
     drop_decoder_layers(target)
     target.to(device)
     drafter.to(device)
@@ -105,11 +108,3 @@ def _has_peers() -> bool:
 
 def _is_first() -> bool:
     return not _has_peers() or distributed.get_rank() == 0
-
-
-def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Broadcast the first process's values into the tensors, one after the other by way of the device."""
-    for tensor in tensors:
-        on_device = tensor.detach().to(device).contiguous()
-        distributed.broadcast(on_device, 0)
-        tensor.copy_(on_device)

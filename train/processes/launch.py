@@ -26,12 +26,12 @@ from transformers import TrainingArguments
 from draftsmith.errors import TERMINATED_EXIT_CODE, UserError, reason
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.weights import is_out_of_memory
-from draftsmith.recipes.run_folder import is_first_process
+from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RANKS, environment_number, is_first_process
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
-# Ways to split one sequence or one layer over devices, set by accelerate's `parallelism_config`.
-SPLIT_MODELS = ("TP", "CP", "SP")
+# Ways to split layers, sequences and data over devices, set by accelerate's `parallelism_config`.
+SPLITS = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 # What accelerate's own config puts into the environment, and the recipe's key that decides in its place.
@@ -41,7 +41,7 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.global_batch_size",
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
-MPI_WORLD_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+LAUNCHERS = (*RANKS, *MPI_WORLD_SIZES, "LOCAL_", "MASTER_", "ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")  # prefixes
 Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,6 @@ class Launch:
         words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
-    @property
-    def splits_weights(self) -> bool:
-        """Return whether the drafter's weights are split over processes, so that none has all of them."""
-        return self.strategy == "fsdp" or (self.strategy == "zero" and self.version == 3)
-
 
 def detect_launch(args: TrainingArguments) -> Launch:
     """Return the strategy and the number of processes of this launch, from arguments and environment.
@@ -80,49 +75,58 @@ def detect_launch(args: TrainingArguments) -> Launch:
     if args.fsdp:
         return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
     if _is_set("ACCELERATE_USE_FSDP"):
-        return Launch("fsdp", processes, int(os.environ.get("FSDP_VERSION", "1")))
+        return Launch("fsdp", processes, environment_number("FSDP_VERSION"))
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
 
 
 def let_recipe_decide(values: Mapping[str, Any]) -> None:
-    """Remove environment variables of accelerate's config or of another launch that would change the training.
+    """Remove environment variables that would change the training: of accelerate's config, of another launch, empty.
 
     Args:
         values: The recipe's section `train`.
 
     Raises:
-        UserError: MPI's variables name several processes, but not the address where these meet.
+        UserError: A launcher's variables name several processes, but not the address where these meet; a variable is
+            not a number; or DeepSpeed is not installed.
     """
+    for name in [name for name, value in os.environ.items() if name.startswith(LAUNCHERS) and not value.strip()]:
+        del os.environ[name]  # accelerate would read it as a number
+    if (values.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED")) and not importlib.util.find_spec("deepspeed"):
+        raise UserError("ZeRO needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`")
     for name, key in DECIDED_BY_RECIPE.items():
         value = os.environ.pop(name, "no").lower()
         if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
             logger.warning("%s=%s is not used: %s in the recipe decides", name, value, key)
-    if (processes := os.environ.get("WORLD_SIZE")) and (processes != "1" or "MASTER_ADDR" in os.environ):
-        return
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    for name in MPI_WORLD_SIZES:
-        if os.environ.get(name, "1") != "1" and "MASTER_ADDR" not in os.environ:
+    for name in ("WORLD_SIZE", *MPI_WORLD_SIZES):
+        if environment_number(name) > 1 and "MASTER_ADDR" not in os.environ:
             raise UserError(
-                f"{name}={os.environ[name]} says that MPI has started several processes, and nothing says where they "
-                f"meet: unset {name} to train in one process, or start several by `accelerate launch` or `torchrun`"
+                f"{name}={os.environ[name]} says that a launcher has started several processes, and no MASTER_ADDR "
+                f"says where they meet: unset {name} to train in one process, or start several by `accelerate launch` "
+                "or `torchrun`"
             )
+    for name in RANKS:
+        if "MASTER_ADDR" not in os.environ or "WORLD_SIZE" not in os.environ:
+            os.environ.pop(name, None)
+        environment_number(name, least=0)
 
 
 @contextmanager
 def awaiting_processes(processes: int) -> Iterator[None]:
     """Print that this process waits for the others of its launch; SIGTERM and Ctrl-C end it in this context.
 
-    The signals have the system's handlers meanwhile, as Python's do not run while torch waits.
+    The signals have the system's handlers meanwhile, as Python's do not run while torch waits. Nothing is printed if
+    torchrun has started all processes on this machine.
     """
-    if processes < 2 or threading.current_thread() is not threading.main_thread():
+    is_alone = processes < 2 and "LOCAL_RANK" not in os.environ  # with it torch waits for a launch of one process too
+    if is_alone or threading.current_thread() is not threading.main_thread():
         yield
         return
     place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    print(f"waiting for {processes} processes at {place}; Ctrl-C ends this one", file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" not in os.environ or environment_number("LOCAL_WORLD_SIZE") != processes:
+        print(f"waiting for {processes} process(es) at {place}; Ctrl-C ends this one", file=sys.stderr, flush=True)
     try:
         yield
     finally:
@@ -152,7 +156,7 @@ def _is_set(name: str) -> bool:
 def _deepspeed_config(args: TrainingArguments) -> dict[str, Any]:
     config: Any = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if not config or config == "none":
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ZERO_STAGE_BY_DEFAULT)
+        stage = environment_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", ZERO_STAGE_BY_DEFAULT, least=0)
         return {"zero_optimization": {"stage": stage}}
     if not isinstance(config, dict):
         try:
@@ -168,57 +172,52 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
     Raises:
         UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
-    for obstacle in _obstacles(recipe, args, launch):
-        raise UserError(obstacle)
-
-
-def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
-    """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
     if launch.strategy == "megatron":
-        yield (
+        raise UserError(
             "accelerate was configured for Megatron-LM, which cannot train drafters: launch with one of the files in "
             "recipes/accelerate, such as multi_gpu.yaml"
         )
     if launch.strategy == "fsdp" and launch.version != 2:
-        yield (
+        raise UserError(
             f"accelerate was configured for FSDP version {launch.version}, which flattens weights, so that depth "
             "weights and learning rates cannot be set by their names: set fsdp_version: 2, as in "
             "recipes/accelerate/fsdp2.yaml"
         )
     if launch.strategy == "fsdp" and launch.processes < 2:
-        yield "FSDP splits weights among processes and there is one: launch several, or leave FSDP out"
+        raise UserError("FSDP splits weights among processes and there is one: launch several, or leave FSDP out")
     if launch.strategy == "fsdp" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
-        yield ("accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out")
-    if launch.strategy == "zero" and importlib.util.find_spec("deepspeed") is None:
-        yield f"{launch.name} needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`"
+        raise UserError(
+            "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out"
+        )
     if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
-        yield (
+        raise UserError(
             f"key `train.optimizer`: {launch.name} flattens weights, and Muon needs whole matrices: set "
             "train.optimizer=adamw, or launch with recipes/accelerate/multi_gpu.yaml or fsdp2.yaml"
         )
     if launch.strategy in ("fsdp", "zero") and args.load_best_model_at_end:
-        yield (
+        raise UserError(
             f"key `validation.keep`: {launch.name} ends with the weights of its last step: leave it out, or launch "
             "with recipes/accelerate/multi_gpu.yaml"
         )
     if launch.strategy in ("fsdp", "zero") and args.save_only_model:
-        yield (
+        raise UserError(
             f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
             "resumed: leave it out"
         )
-    split = [name for name in SPLIT_MODELS if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1]
+    split = [name for name in SPLITS if environment_number(f"PARALLELISM_CONFIG_{name}_SIZE") > 1]
     asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
     if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
         asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
     if asks:
-        yield (
-            f"{asks[0]} above 1: drafters are trained data-parallel only, so leave it out; a target that does not fit "
-            "is served by vLLM, with data.features.source=server"
+        raise UserError(
+            f"{asks[0]} above 1: drafters are trained by DDP, FSDP2 or ZeRO, so leave it out; a target that does not "
+            "fit is served by vLLM, with data.features.source=server"
         )
     kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported
-    if launch.splits_weights and "split_weights" in unsupported:
-        yield (
+    splits_weights = launch.strategy == "fsdp" or (launch.strategy == "zero" and launch.version == 3)
+    if splits_weights and "split_weights" in unsupported:
+        raise UserError(
             f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {unsupported['split_weights']}: launch "
             "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
         )

@@ -27,9 +27,10 @@ from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
+from draftsmith.files import write_json
 from draftsmith.models.target.loading import freeze_date
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import TEMPLATE_DATE, RunFolder, run_lock, write_settings
+from draftsmith.recipes.run_folder import TEMPLATE_DATE, RunFolder, run_lock
 from draftsmith.recipes.schema import Recipe
 
 QUESTIONS = [["one", "two", "three"], ["alone"], ["first", "second"], ["q4"], ["q5", "q6"], ["q7"], ["q8"]]
@@ -320,7 +321,7 @@ def test_rows_are_those_of_the_sources_as_they_are_now(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["transformers", "none"])
 def test_processes_of_a_launch_share_the_conversations(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first holds the lock for all; both together give what one alone gives, which the last one sees."""
     recipe, tokenizer = make_recipe(source, engine=engine), tiny_tokenizer(templates.CHATML)
@@ -332,6 +333,8 @@ def test_processes_of_a_launch_share_the_conversations(
         reports.append(run(recipe, tmp_path / "out", HashEngine(tokenizer)))
     assert [(report.kept, report.left) for report in reports] == [(3, 4), (4, 0)]
     assert "4 conversations are left to the other processes" in reports[0].sentence()
+    said = capfd.readouterr().err
+    assert all(f"process {n} of 2 answers {share} of 7 conversations\n" in said for n, share in ((2, 3), (1, 4)))
     assert records_and_failures(tmp_path / "out") == records_and_failures(tmp_path / "whole")
     with run_lock(tmp_path / "out", "distill"), pytest.raises(UserError, match="out is in use by `draftsmith distill`"):
         run(recipe, tmp_path / "out", HashEngine(tokenizer))
@@ -375,7 +378,7 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
-    write_settings(file, distill_settings(first, None, tokenizer))
+    write_json(file, distill_settings(first, None, tokenizer))
     with pytest.raises(KeyboardInterrupt):
         run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
     with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):

@@ -179,6 +179,7 @@ def test_http_status_about_the_server_ends_the_run(
 
 
 def test_servers_must_serve_the_same_model(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Their names are printed without control characters."""
     first, other = start_server(), start_server(model="other")
     with pytest.raises(UserError, match=r"not (fake|other): every server must serve the same model"):
         start_engine(first, other)
@@ -186,15 +187,10 @@ def test_servers_must_serve_the_same_model(start_server: StartServer, start_engi
         start_engine(first, model="mine")
     with pytest.raises(UserError, match=r"HTTP 404: Not Found: check .*base_urls"):
         start_engine(first, base_urls=[first.url + "x"])
-
-
-def test_names_of_models_are_printed_without_control_characters(
-    start_server: StartServer, start_engine: StartEngine
-) -> None:
-    server = start_server(model="a\x1b[2J\nb")
+    odd = start_server(model="a\x1b[2J\nb")
     with pytest.raises(UserError, match=r"serves a \[2J b, not mine"):
-        start_engine(server, model="mine")
-    assert run(start_engine(server), requests(1)) == right_answers(requests(1))
+        start_engine(odd, model="mine")
+    assert run(start_engine(odd), requests(1)) == right_answers(requests(1))
 
 
 def test_servers_that_go_and_come_back(

@@ -9,16 +9,20 @@ import pytest
 import torch
 from support.half_right import TINY, greedy_reference
 from support.openai_setup import run
-from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
+from support.tiny_models import HYBRIDS, long_rope, smallest_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
+from draftsmith.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def tiny_llama() -> LlamaForCausalLM:
-    return tiny_chat_llama()
+    return smallest_llama(
+        0, 340, hidden_size=32, intermediate_size=64, max_position_embeddings=128, initializer_range=0.6,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
 
 
 END_IDS = (1,)
@@ -111,6 +115,13 @@ def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
         for _ in range(8):
             ids.append(int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert outcomes[str(key)] == Completion(ids[len(prompt) :], "length")
+
+
+def test_answers_across_a_switch_of_rope_are_refused() -> None:
+    """RoPE has parameters for each type of layer."""
+    rope = {"full_attention": long_rope(60), "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"}}
+    with pytest.raises(UserError, match=r"one beyond 60 tokens, and prompt and answer may have 84: lower the sum of"):
+        make_engine(tiny_target("gemma3_text", rope_parameters=rope), 2)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

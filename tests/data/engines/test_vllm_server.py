@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_openai_server import answer_ids
-from support.openai_setup import TOKENIZER, eventually, requests
+from support.openai_setup import TOKENIZER, requests
 
 from draftsmith.data.engines import server_process, vllm_engine
 from draftsmith.data.engines.engine import Completion, EngineSetting, open_engine
@@ -43,11 +43,16 @@ def _stand_in_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "require_vllm", lambda who: None)
 
 
+def setting(**options: object) -> EngineSetting:
+    values = {
+        "name": "x", "seed": 3, "target": {"model": "a/model", "dtype": "bfloat16", "revision": "abc"},
+        "data": {"distill": {"engine": "vllm", "options": options}},
+    }  # fmt: skip
+    return EngineSetting(Recipe.model_validate(values), TOKENIZER, (2,))
+
+
 def made(**options: Any) -> VllmEngine:
-    recipe = Recipe.model_validate(
-        {"name": "x", "target": {"model": "a/model"}, "data": {"distill": {"engine": "vllm"}}}
-    )
-    return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, (2,)))
+    return VllmEngine.make(VllmOptions(**options), setting())
 
 
 @pytest.mark.usefixtures("_stand_in_for_vllm")
@@ -77,21 +82,13 @@ def test_dead_server_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytes
     engine = made()
     try:
         os.kill(engine.server._process.pid, signal.SIGKILL)
-        eventually(lambda: engine.server._process.poll() is not None)
+        engine.server._process.wait(20)
         engine.submit(requests(1)[0])
         with pytest.raises(UserError, match=r"vLLM's server has died: its own message is in .*server\.log"):
             engine.collect()
     finally:
         engine.close()
     assert engine.server.log.is_file()
-
-
-def setting(**options: object) -> EngineSetting:
-    values = {
-        "name": "x", "seed": 3, "target": {"model": "a/model", "dtype": "bfloat16", "revision": "abc"},
-        "data": {"distill": {"engine": "vllm", "options": options}},
-    }  # fmt: skip
-    return EngineSetting(Recipe.model_validate(values), None, (2,))
 
 
 def test_arguments_of_the_server() -> None:

@@ -191,7 +191,6 @@ def test_tool_results_follow_their_calls() -> None:
 def test_weights_of_answers_are_read(key: str, value: Any, weight: int) -> None:
     found = parse(messages(**{key: value}))
     assert [turn.weight for turn in found.turns] == [1, weight]
-    assert found.is_learned == bool(weight)
     assert found.messages[1] == ANSWERED | ({} if weight else {"weight": 0})
     assert parse(messages(**{key: value}), keeps_answers=False).turns == TURNS
 

@@ -41,6 +41,7 @@ def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
     [
         (None, "has no chat template: use an instruct model, or set target.chat_template"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of user turns"),
+        ("{{ range(9999) | random }}" + templates.CHATML, "renders a conversation differently each time"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "drops or repeats an answer"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", "drops or repeats an answer"),
         (templates.GENERATION.replace("== 'assistant'", "== 'nobody'"), "marks no token of an answer"),
@@ -72,8 +73,16 @@ SYSTEM_FIRST = templates.CHATML.replace(
         (LAST_ONLY, ASKED[:1], "the text of user turns"),
         ("{% set messages = messages[-5:] %}" + templates.CHATML, ASKED[:1], "the text of user turns"),
         *(
+            (
+                templates.CHATML.replace("m.content", f"m.content if loop.{edge}item.role != m.role"),
+                (*ASKED[:1], *ASKED[:1]),
+                "leaves out one of two user turns in a row: join them into one turn",
+            )
+            for edge in ("first or loop.prev", "last or loop.next")
+        ),
+        *(
             (templates.CHATML.replace("m.content }}", f"m.content{part} }}}}"), ASKED[:1], "the text of user turns")
-            for part in ("[:4000]", "[-4000:]", ".split('\\n')[0]")
+            for part in ("[:4000]", "[-4000:]", ".split('\\n')[0]", ".split('</think>')[-1]", "|striptags", "|escape")
         ),
         (
             templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last }}"),
@@ -106,7 +115,7 @@ def test_template_that_leaves_out_what_it_was_given_is_refused(
     tokenizer = tiny_tokenizer(template)
     with pytest.raises(TemplateRefusal, match=message):
         prompt_token_ids(tokenizer, turns)
-    if "user turns" not in message:
+    if "the text of user turns" not in message:
         assert "Say hi" in render(tokenizer, ASKED[:1])
 
 

@@ -1,7 +1,5 @@
 """Replayed rounds equal those of the decoding loop on the target's own answers."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.tiny_models import tiny_target
@@ -18,25 +16,17 @@ from draftsmith.recipes.schema import MethodConfig
 NEW_TOKENS = 24
 
 
-BEST_FIRST = {"tree": "best_first", "nodes": 8, "branch": 3}
+@pytest.mark.parametrize("kind", ["parallel", "eagle"])
+def test_replayed_trees_have_the_same_rounds_as_the_loop(kind: str) -> None:
+    """New drafters start as the target's layers or heads, so that some draft tokens are accepted.
 
-
-@pytest.mark.parametrize(
-    ("kind", "options", "tree"),
-    [
-        ("parallel", {"num_masks": 2}, BEST_FIRST),
-        ("medusa", {}, {"tree": "chain"}),
-        ("eagle", {}, BEST_FIRST),
-        ("draft_model", {}, {"tree": "chain"}),
-    ],
-)
-def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
-    """New drafters start as the target's layers or heads, so that some draft tokens are accepted."""
+    Chains are in `tests/cli/test_agreement.py` and `tests/train/drafter/test_replayed_chains.py`.
+    """
     torch.manual_seed(0)
     target = tiny_target(num_hidden_layers=4).double()
-    drafter = load_drafter_class(kind).from_target(target, options).freeze()
+    drafter = load_drafter_class(kind).from_target(target, {}).freeze()
     decoder = drafter.decoder(128)
-    recipe = MethodConfig.model_validate({"name": "mine", **tree})
+    recipe = MethodConfig(name="mine", tree="best_first", nodes=8, branch=3)
     method = TreeDrafter("mine", decoder, tree_builder(recipe), Sampling())
     prompt = list(range(5, 25))
     with TargetSession(target, 128, drafter.feature_layers) as session:

@@ -21,6 +21,7 @@ from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.windows import rope_switch
 
 LENGTH, NEW_TOKENS = 24, 30  # of the trained text, which every answer leaves
+END = LENGTH + 1 + NEW_TOKENS  # of the longest answer
 ORIGINAL = {"rope_theta": 10_000.0, "original_max_position_embeddings": LENGTH, "factor": 4.0}
 LONG = {**ORIGINAL, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 8.0]}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,8 +31,9 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {**ORIGINAL, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     ),
-    # Its angles change beyond the positions, which no session leaves.
-    "dynamic": ("llama", {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 2.0}}),
+    # Sessions end where its angles change: at the positions, whatever was the trained length.
+    "dynamic": ("llama", {"rope_parameters": {**ORIGINAL, "rope_type": "dynamic"}, "max_position_embeddings": END}),
+    "doge": ("doge", {"keep_window_size": END}),
 }
 
 
@@ -50,7 +52,9 @@ def test_answers_across_the_trained_length(kind: str) -> None:
     model_type, values = ROPES[kind]
     target = tiny_target(model_type, **values).double()
     assert rope_switch(target) == (LENGTH if kind == "longrope" else None)
-    with TargetSession(target, 80) as session:
+    end = longest_sequence_tokens(target)
+    assert end == (END if kind in ("dynamic", "doge") else 128)
+    with TargetSession(target, end) as session:
         for length in (6, LENGTH - 1, LENGTH, LENGTH + 1):
             prompt = [3 + 7 * place % 50 for place in range(length)]
             answer = recompute(target, prompt, NEW_TOKENS)

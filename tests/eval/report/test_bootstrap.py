@@ -26,6 +26,12 @@ def test_too_few_questions_have_no_interval() -> None:
     assert interval(tau, build_sums([20.0] * 5, [1.0] * 5)) == pytest.approx([2.0, 2.0])
 
 
+def test_interval_of_tau_begins_at_1_or_above() -> None:
+    sums = build_sums([10.0] * 9 + [15.0], [10.0] * 9 + [40.0])
+    lows = [ends[0] for ends in (interval(tau, sums), interval(speedup, sums)) if ends is not None]
+    assert lows[0] == 1.0 > lows[1]
+
+
 @pytest.mark.parametrize("tasks", [None, ("rag",) * 7 + ("qa",) * 6], ids=["pooled", "by task"])
 def test_interval_has_nominal_coverage(tasks: tuple[str, ...] | None) -> None:
     """400 samples of 13 questions with a mean tau of 2. The percentile bootstrap covered only 90 %."""

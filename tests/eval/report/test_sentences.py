@@ -14,6 +14,7 @@ from draftsmith.eval.report.sentences import (
     SLOWER,
     UNCLEAR,
     lossless,
+    next_steps,
     verdict_word,
     verdicts,
 )
@@ -95,6 +96,13 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
     assert verdicts(SUMMARY[:3], TIMING) == []
 
 
+def test_advice_is_about_the_lowest_temperature() -> None:
+    hot = TIMING[0] | {"method": "hot", "temperature": 1.0, "speedup_with_prefill": 9.0}
+    steps = " ".join(next_steps(SUMMARY, [hot, TIMING[0] | {"cost_ratio": 52.887}], Recipe(name="demo").model_dump()))
+    assert "in 50% of the rounds of tree:" in steps
+    assert "Drafting costs 52.89 steps of the target:" in steps
+
+
 def test_lossless_verdict() -> None:
     """chain and tree have 10 answers each, the baseline's do not count. Differences other than ties decide."""
 
@@ -107,7 +115,7 @@ def test_lossless_verdict() -> None:
     assert "the changed target's" in sentences([each | {"target_change": "LoRA"} for each in SUMMARY])[2]
     word, tone, sentence = sentences([*SUMMARY, TIES])
     assert (word, tone) == ("Lossless, but for rounding", "good")
-    assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 part")
+    assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 differ")
     wrong = ("NOT LOSSLESS", "bad", "Greedy answers of bad differ from the target's.")
     assert sentences([*SUMMARY, TIES, BUG], {"holds": True}) == wrong
     hot = [row("x", "overall", 1.0)]

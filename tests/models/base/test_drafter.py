@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.options import Loss
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.layout import previous_features
 from draftsmith.models.target.features import required_layers
@@ -54,3 +55,10 @@ def test_loss_of_labels_needs_no_further_layer() -> None:
     drafter = inner_drafter(target, "ce")
     assert required_layers(drafter) == (1,)
     assert drafter.training_features(target, torch.tensor([[3, 4, 5]]))[1] is None
+
+
+def test_shares_by_hand() -> None:
+    """One number d is d**0, d**1, ...; the shares add up to 1."""
+    for weights, expected in ((0.5, [4 / 7, 2 / 7, 1 / 7]), ([3.0, 1.0, 4.0], [3 / 8, 1 / 8, 1 / 2])):
+        drafter = load_drafter_class("parallel").from_target(tiny_target(), {"depth_weights": weights, "num_masks": 2})
+        assert drafter.config.options.depth_shares == pytest.approx(expected, abs=1e-15)

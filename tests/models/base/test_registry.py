@@ -1,4 +1,4 @@
-"""Kinds by name, and untrusted drafter folders: values that would exhaust memory or break trees are refused."""
+"""Untrusted drafter folders: incomplete weights, and values that would exhaust memory or break trees, are refused."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.registry import load_drafter_class, read_drafter
+from draftsmith.models.base.registry import load_drafter, load_drafter_class, read_drafter
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +65,18 @@ def test_counts_that_would_exhaust_memory_are_refused(
     change(folder, **values)
     with pytest.raises(UserError, match=next(iter(values))):
         read_drafter(folder, "auto")
+
+
+def test_incomplete_drafters_are_refused(tmp_path: Path, target: Any) -> None:
+    file = save_drafter(tmp_path, target) / "model.safetensors"
+    whole = load_file(file)
+    name = sorted(whole)[0]
+    without = {other: value for other, value in whole.items() if other != name}
+    for weights, message in (
+        (without, f"{name} missing"),
+        ({**whole, "made.up": torch.zeros(2)}, "made.up not of this architecture"),
+        ({**whole, name: whole[name][..., :-1].contiguous()}, f"{name} of another shape"),
+    ):
+        save_file(weights, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            load_drafter(tmp_path, target)

@@ -1,7 +1,6 @@
 """Block drafters: the published forward block by block, the computed rows, and the loss by hand."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,6 @@ from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.groups.layout import Groups
 
 TARGET = tiny_target(num_hidden_layers=4)
-
-
-def tiny_block(kind: str = "dflash", **options: Any) -> DFlashDrafter:
-    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **options})
-    assert isinstance(drafter, DFlashDrafter)
-    return drafter
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +86,7 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
 def test_forward_equals_the_published_one(kind: str, anchor: bool, causal: bool, window: int | None) -> None:
     """Row k of a block predicts the token at its own position, anchor + k; with `anchor` the one after it."""
     options = {"sample_from_anchor": anchor, "causal": causal, "sliding_window": window}
-    drafter = tiny_block(kind, **options, num_layers=2)
+    drafter = tiny_drafter_of(kind, TARGET, **options, block_size=4, num_layers=2)
     batch = random_batch(TARGET, drafter=drafter)
     ids, features = batch["input_ids"], batch["features"]
     with torch.no_grad():
@@ -107,7 +100,7 @@ def test_forward_equals_the_published_one(kind: str, anchor: bool, causal: bool,
 
 def test_blocks_are_computed_whole_or_not_at_all() -> None:
     """One label is enough; the context ends where the last block begins; first tokens have neither."""
-    drafter = tiny_block(sample_from_anchor=True)
+    drafter = tiny_drafter_of("dflash", TARGET, block_size=4, sample_from_anchor=True)
     labels = torch.full((2, 4, 6), -100)
     labels[0, 0, 3], labels[0, :2, 1], labels[1, 0, 0], labels[1, 0, 2] = 1, 1, 1, 1
     ids = torch.ones(2, 6, dtype=torch.long)
@@ -124,7 +117,7 @@ def test_blocks_are_computed_whole_or_not_at_all() -> None:
 
 
 def test_anchor_ratio_drops_whole_blocks() -> None:
-    drafter = tiny_block(anchor_ratio=0.3)
+    drafter = tiny_drafter_of("dflash", TARGET, block_size=4, anchor_ratio=0.3)
     labels = torch.zeros(20, 3, 500, dtype=torch.long)
     blocks = drafter.train().active_rows(labels)[:, 1:]
     assert torch.equal(blocks, blocks[:, :1].expand_as(blocks))

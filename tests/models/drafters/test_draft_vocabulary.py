@@ -91,6 +91,17 @@ def test_train_stage_builds_the_draft_vocabulary_from_its_data(
     assert f"It drafts 12 of the target's tokens, which are {share:.2%} of the answers' tokens" in card
 
 
+@pytest.mark.parametrize("until_first_error", [False, True])
+def test_labels_outside_the_draft_vocabulary_have_no_loss(until_first_error: bool) -> None:
+    """Without a teacher neither head of DSpark reads their rows: tokens 40 to 59 are labels, 0 to 39 are drafted."""
+    options = {"block_size": 3, "markov_rank": 5, "loss": "ce", "draft_vocab_size": 40}
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    drafter = tiny_drafter_of("dspark", target, **options, until_first_error=until_first_error)
+    ids = torch.arange(40, 60).view(1, 20)
+    features, teacher = drafter.training_features(target, ids)
+    assert drafter(ids, features, torch.ones_like(ids), teacher_features=teacher).loss == 0.0
+
+
 @pytest.mark.parametrize(
     ("kind", "tree", "temperature"),
     [

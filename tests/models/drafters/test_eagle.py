@@ -1,4 +1,4 @@
-"""EAGLE: its drafts against a recomputation without a cache, and the noise on its features."""
+"""EAGLE: its drafts against a recomputation without a cache, the noise on its features, and EAGLE-3's first values."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from support.eagle_reference import eagle_features, pairs
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
+from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.target.features import target_features
 
 
@@ -55,3 +56,16 @@ def test_noise_is_added_to_features_in_training_only() -> None:
     torch.testing.assert_close(batch, clean, atol=0, rtol=0)
     drafter.config.feature_noise = 0.0
     assert drafter(**batch).loss == quiet
+
+
+def test_eagle3_starts_from_the_targets_last_layer() -> None:
+    """For an equal token and feature the projections give those of the target for the feature."""
+    target = tiny_target(num_hidden_layers=4)
+    drafter = Eagle3Drafter.from_target(target, {})
+    mine, theirs = drafter.layers[0], target.base_model.layers[-1]
+    same = torch.randn(5, 32)
+    twice = torch.cat([same, same], dim=-1)
+    torch.testing.assert_close(mine.self_attn.k_proj(twice), 2**0.5 * theirs.self_attn.k_proj(same))
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"):
+        assert torch.equal(mine.get_submodule(name).weight, theirs.get_submodule(name).weight)
+    assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)

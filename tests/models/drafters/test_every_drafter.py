@@ -16,7 +16,6 @@ from support.drafter_cases import (
     TARGET_LAYERS,
     drafted_logits,
     group_hidden,
-    options_of,
     target_and_drafter,
 )
 from support.half_right import tree_method
@@ -29,7 +28,7 @@ from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import drafter_kinds, load_drafter
+from draftsmith.models.base.registry import drafter_kinds, load_drafter, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.drafters.dflash2 import DFlash2Drafter
@@ -43,6 +42,7 @@ from draftsmith.train.drafter.rows import collate_right_padded, pack_documents
 
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 DEFAULTS = [(kind, dict[str, Any]()) for kind in drafter_kinds()]
+WITH_ATTENTION = [k for k in drafter_kinds() if "attention" in load_drafter_class(k).config_class.Options.model_fields]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 # With the variants of options in `make test` only.
 KINDS = [case if case in DEFAULTS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
@@ -149,7 +149,7 @@ def test_tree_equals_its_paths(kind: str, options: dict[str, Any]) -> None:
     assert not torch.allclose(nodes[3], nodes[4], atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "attention" in options_of(kind)])
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
     """In the loss, its gradients and the drafts; one that is shorter changes all three."""
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}

@@ -6,10 +6,9 @@ from unittest import mock
 import pytest
 import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
-from torch import Tensor
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
+from draftsmith.models.base.group_wise import MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import MarkovDecoder
 
@@ -18,30 +17,12 @@ every_masked_kind = pytest.mark.parametrize("kind", MASKED)
 RANK = 5
 
 
-def markov_drafter(kind: str = "parallel", **options: Any) -> GroupWiseDrafter:
-    target = tiny_target(num_hidden_layers=4)
-    drafter = tiny_drafter_of(kind, target, **{"markov_rank": RANK, **options})
-    assert isinstance(drafter, GroupWiseDrafter)
-    return drafter
-
-
-def without_head(drafter: GroupWiseDrafter) -> Any:
-    """Remove the bias of the Markov head from the logits within the context."""
-    return mock.patch.object(drafter, "markov_head", None)
-
-
-def bias_table(drafter: GroupWiseDrafter) -> Tensor:
-    """Return the bias [V, V'] added by each previous token."""
-    state = drafter.state_dict()
-    return state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
-
-
-def start_decoder(drafter: Drafter, newest: int = 6) -> tuple[Any, list[int]]:
-    """Return a decoder that has read the tokens up to `newest`, and the batch's first sequence."""
+def start_decoder(drafter: Drafter) -> tuple[Any, int]:
+    """Return a decoder that has read seven tokens, and the last one."""
     batch = random_batch(drafter.attached.target, drafter=drafter)
     decoder = drafter.decoder(LENGTH)
-    decoder.start(batch["input_ids"][0, : newest + 1], batch["features"][0, : newest + 1])
-    return decoder, batch["input_ids"][0].tolist()
+    decoder.start(batch["input_ids"][0, :7], batch["features"][0, :7])
+    return decoder, int(batch["input_ids"][0, 6])
 
 
 @every_masked_kind
@@ -71,13 +52,14 @@ def test_new_markov_head_changes_nothing(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "options"), [("parallel", {"num_masks": 3}), ("dspark", {"block_size": 4})])
 def test_nodes_of_all_depths_in_one_call(kind: str, options: dict[str, Any]) -> None:
     """Every node has its depth's logits and its own token's row of the table."""
-    drafter = markov_drafter(kind, **options)
-    decoder, ids = start_decoder(drafter)
-    with without_head(drafter):
+    drafter = tiny_drafter_of(kind, tiny_target(num_hidden_layers=4), markov_rank=RANK, **options)
+    decoder, newest = start_decoder(drafter)
+    with mock.patch.object(drafter, "markov_head", None):
         marginals = start_decoder(drafter)[0].draft()
-    table = bias_table(drafter)
+    first, second = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight
+    table = first @ second.T  # [V, V'], what each previous token adds
     assert isinstance(decoder, MarkovDecoder)
-    torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
+    torch.testing.assert_close(decoder.begin(), marginals[:1] + table[newest])
     with mock.patch.object(drafter, "run_layers", side_effect=AssertionError("layers run once a round")):
         torch.testing.assert_close(decoder.expand([8, 9], [0, 0]), marginals[1] + table[[8, 9]])
         mixed = decoder.expand([4, 5, 6], [1, 0, 2])

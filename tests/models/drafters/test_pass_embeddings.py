@@ -1,26 +1,12 @@
 """PaSS against transformers' forward of the target over embeddings with the look-ahead ones last."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.drafters.pass_embeddings import PassEmbeddingsDrafter
-
-LOOK_AHEAD, LAYERS = 3, 3
-
-
-def pass_drafter(target: PreTrainedModel, **options: Any) -> PassEmbeddingsDrafter:
-    drafter = tiny_drafter_of("pass_embeddings", target, **{"num_masks": LOOK_AHEAD, **options})
-    assert isinstance(drafter, PassEmbeddingsDrafter)
-    return drafter
-
-
-def build_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
-    return tiny_target(model_type, num_hidden_layers=LAYERS, **changes)
+LOOK_AHEAD = 3
 
 
 def run_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
@@ -32,8 +18,8 @@ def run_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) -> 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "phi3"])
 def test_draft_equals_the_targets_forward(model_type: str) -> None:
     """Depth 1 is the target's next-token logits, others its logits at the embeddings, in training and decoding."""
-    target = build_target(model_type).double()
-    drafter = pass_drafter(target)
+    target = tiny_target(model_type, num_hidden_layers=3).double()
+    drafter = tiny_drafter_of("pass_embeddings", target, num_masks=LOOK_AHEAD)
     batch = random_batch(target, 1, drafter=drafter)
     ids, features = batch["input_ids"][0], batch["features"][0]
     with torch.no_grad():
@@ -55,8 +41,8 @@ def test_draft_equals_the_targets_forward(model_type: str) -> None:
 
 def test_layers_are_shared_with_the_target() -> None:
     """No weight is copied, so later changes of the target apply to both."""
-    target = build_target()
-    drafter = pass_drafter(target)
+    target = tiny_target()
+    drafter = tiny_drafter_of("pass_embeddings", target, num_masks=LOOK_AHEAD)
     theirs = dict(target.base_model.layers.named_parameters())
     ours = dict(drafter.layers.named_parameters())
     assert ours.keys() == theirs.keys()

@@ -260,14 +260,16 @@ def test_only_an_export_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter").read_text() == "years"
 
 
-def test_export_command(tmp_path: Path) -> None:
-    """For a finished run the folder is written, and vLLM's server accepts the printed command."""
+def test_export_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a finished run the folder is written, and vLLM's server accepts the printed command from any folder."""
     save_target(tmp_path / "target")
-    recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3}})
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_in(tmp_path, target={"model": "target"}, drafter={"kind": "medusa", "options": {"num_heads": 3}})
     drafter = tiny_drafter_of("medusa", tiny_target(num_hidden_layers=4), num_heads=3)
     hashes, file = save_trained(recipe, drafter), recipe_file(recipe)
     result = CliRunner().invoke(app, ["export", file, "--to", "vllm"])
     assert result.exit_code == 0, result.output
+    assert "Serve it (for vLLM 0.32):" in result.stdout
     words = shlex.split(result.stdout.strip().splitlines()[-1])
     assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
     folder = RunFolder(recipe).root / "export" / "vllm"

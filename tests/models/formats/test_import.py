@@ -214,7 +214,9 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, published: P
 
 def test_medusa(published: Publish) -> None:
     checkpoint = published("medusa")
+    checkpoint.config["medusa_num_heads"] = 2
     drafter = checkpoint.load()
+    assert checkpoint.made.assumed == ["its config says medusa_num_heads: 2, but it has tensors of 3: these were taken"]
     theirs, features = reference(checkpoint.tensors), features_of(drafter)
     expected = []
     for head in range(3):
@@ -306,6 +308,10 @@ def drop(*names: str) -> Change:
         ("vllm", lambda c, t: c.update(norm_output="no"), "`norm_output` is 'no', neither true nor false"),
         ("specforge", lambda c, t: (c["eagle_config"].update(use_aux_hidden_state=False), t.pop("fc.weight")),
          "use_aux_hidden_state is false, .* trained on fused layers"),
+        ("eagle", lambda c, t: c.update(rope_theta="10000"), "`rope_theta` is '10000', not a finite number above 0"),
+        ("vllm", lambda c, t: c.update(rope_theta=float("inf")), "`rope_theta` is inf, not a finite number above 0"),
+        ("vllm", lambda c, t: c.update(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5 where .* have 1.0"),
+        ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "linear", "factor": float("nan")}), "infinite or"),
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "odd"}), "rope_type odd"),
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "llama3"}), "not what transformers reads"),
         ("vllm", lambda c, t: c.update(rope_parameters={"sliding_attention": ROPES}), "none for .*full_attention"),
@@ -323,6 +329,13 @@ def drop(*names: str) -> Change:
         ("specforge", change_map(lambda d2t: d2t.float()), "d2t is torch.float32 .*, not a list of whole numbers"),
         ("specforge", change_map(lambda d2t: d2t + 1, marked=True), "t2d marks other tokens than d2t names"),
         ("specforge", lambda c, t: t.update(t2d=t["t2d"][:9]), r"t2d is \[9\] where the target has 61 tokens"),
+        ("eagle", lambda c, t: t.update(d2t=torch.tensor(1.0)), r"d2t is torch.float32 \[\], not a list of whole"),
+        ("medusa", lambda c, t: t.update(d2t=torch.tensor(1.0)), "d2t not in a medusa drafter"),
+        ("eagle", lambda c, t: t.update({"embed_tokens.weight": TARGET.get_input_embeddings().weight.to(torch.int8)}),
+         "embed_tokens is not the target's"),
+        ("dflash", lambda c, t: c.update(is_causal="false"), "`is_causal` is 'false', neither true nor false"),
+        ("dspark", lambda c, t: c.update(markov_rank=10**9), "markov_head.markov_w1.weight, .* of another shape"),
+        ("dspark", lambda c, t: c.update(markov_rank=10**18), "`markov_rank` is 10*, not a whole number from 1 to"),
         ("speculators", lambda c, t: c.pop("transformer_layer_config"), "`transformer_layer_config` is missing"),
         ("eagle", drop("fc.weight"), "none of the supported layouts"),
         ("medusa", drop("1."), r"blocks.1.layers.0.bias, .* missing"),

@@ -28,7 +28,6 @@ from draftsmith.models.kernels import cpu_library
 from draftsmith.models.kernels.cpu_kernels import MOST_VECTORS, PackedLinear, pack_linears
 from draftsmith.models.kernels.cpu_layers import CpuTarget
 from draftsmith.models.kernels.cpu_library import cpp_compiler, has_kernels, vector_lanes
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
@@ -43,7 +42,6 @@ TAPS = (0, 1, NUM_LAYERS, FINAL_FEATURES)
 MOST_TREE_NODES = 64
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ROUNDED = {"rtol": 2**-5, "atol": 2**-4}  # for bf16 logits up to 4, whose last bit is 2**-6
-GREEDY = Sampling()
 
 
 def random_target(

@@ -108,5 +108,5 @@ def test_unreadable_files_are_reported(recipe: TargetRecipe, monkeypatch: pytest
     with pytest.raises(UserError, match=r"broken\.gguf cannot be loaded"):
         converted_folder(recipe.model_copy(update={"gguf_file": "broken.gguf"}))
     monkeypatch.setattr(gguf_file, "is_gguf_available", lambda: False)
-    with pytest.raises(UserError, match=r"needs the package gguf to be read: pip install 'draftsmith\[gguf\]'"):
+    with pytest.raises(UserError, match=r"needs the package gguf: pip install -e '\.\[gguf\]'"):
         converted_folder(recipe.model_copy(update={"dtype": "float64"}))

@@ -1,5 +1,6 @@
 """The target is frozen, its features feed its LM head, and bad ones are refused in one sentence."""
 
+import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from draftsmith.data.sources.distilled import tokenizer_hashes
 from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import freeze_date, load_target, load_target_config, weights_hash, with_variables
+from draftsmith.models.target.loading import (
+    freeze_date,
+    load_generation_config,
+    load_target,
+    load_target_config,
+    weights_hash,
+    with_variables,
+)
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -54,6 +62,13 @@ def test_unusable_target_is_reported(
     }
     with pytest.raises(UserError, match=message):
         load_target(TargetRecipe(**values))
+
+
+@pytest.mark.parametrize("ends", ["x", [1, "2"], True, 1.5, -1, 10**9])
+def test_end_tokens_must_be_the_targets(ends: Any, target_folder: Path) -> None:
+    (target_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(UserError, match=r"generation_config\.json: `eos_token_id` is .* whole numbers from 0 to"):
+        load_generation_config(recipe_for(target_folder))
 
 
 @pytest.mark.parametrize("files", [("adapter_config.json",), ("config.json", "adapter_config.json"), ("config.json",)])

@@ -29,7 +29,6 @@ from draftsmith.models.target.text_model import attention_sentence, running_sent
 from draftsmith.models.target.view import target_values
 from draftsmith.recipes.schema import TargetRecipe
 
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 20, "max_position_embeddings": 128, "pad_token_id": 0,
@@ -56,7 +55,7 @@ def wrappers() -> dict[str, PreTrainedConfig]:
 def save_model(folder: Path, model: PreTrainedModel) -> TargetRecipe:
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
-    save_tokenizer(folder, 20, TEMPLATE)
+    save_tokenizer(folder, 20)
     return TargetRecipe(model=str(folder), device="cpu", dtype="float32")
 
 

@@ -1,7 +1,6 @@
 """Held-out rows: their selection, the reported figures, and that evaluation does not affect training."""
 
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -11,7 +10,6 @@ from support.tiny_runs import have_equal_weights, history_of, make_recipe, token
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
-from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import (
     ROWS_COLUMN,
     PackedRows,
@@ -22,11 +20,6 @@ from draftsmith.train.drafter.rows import (
 )
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import Progress
-
-
-def recipe_with_held_out_rows(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
-    recipe = make_recipe(target_folder, name, **train)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval_rows_frac": frac})})
 
 
 def test_replayed_chains_by_hand() -> None:
@@ -118,10 +111,9 @@ def test_conversation_is_not_split_between_training_and_held_out() -> None:
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     """Noise is drawn in every step: a random number drawn by an evaluation would show. `never` evaluates at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 1}
-    recipes = [
-        recipe_with_held_out_rows(target_folder, name, **train) for name, train in (("never", {}), ("often", often))
-    ]
+    recipes = make_recipe(target_folder, "never"), make_recipe(target_folder, "often", **often)
     for recipe in recipes:
+        recipe.data.eval_rows_frac = 0.3
         recipe.drafter.kind = "eagle_parallel"
         train_drafter(recipe)
     assert have_equal_weights(*recipes)

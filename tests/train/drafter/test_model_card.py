@@ -76,7 +76,7 @@ def test_code_loads_the_target_as_the_recipe_does(tmp_path: Path) -> None:
     target = {"model": "org/llm", "revision": "v2", "chat_template_kwargs": {"enable_thinking": False}}
     file = write_drafter_card(recipe.model_copy(update={"target": TargetRecipe.model_validate(target)}))
     assert file is not None
-    loaded = 'TargetRecipe(model="org/llm", revision="v2", chat_template_kwargs={\'enable_thinking\': False})'
+    loaded = 'load_target("org/llm", revision="v2", chat_template_kwargs={\'enable_thinking\': False})'
     assert loaded in file.read_text()
 
 
@@ -98,7 +98,7 @@ def test_python_code_of_the_card_runs(finished: FinishedRun, capsys: pytest.Capt
     """Insert this machine's folders, which a card leaves out, and run the code."""
     card = (finished.root / "drafter" / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
-    code = re.sub(r'TargetRecipe\(model="[^"]*"', f'TargetRecipe(model="{finished.folder / "target"}"', code)
+    code = re.sub(r'load_target\("[^"]*"', f'load_target("{finished.folder / "target"}"', code)
     code = code.replace("owner/this-drafter", str(finished.root / "drafter")).replace(
         '"What does os.path.join do?"', '"w5 w6 w7", 8'
     )

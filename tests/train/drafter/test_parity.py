@@ -30,7 +30,7 @@ def drafter_difference(kind: str, options: dict[str, Any], change: Callable[[Any
 
     drafter.decoder = decoder  # type: ignore[method-assign]
     ids = random_batch(target, 1)["input_ids"]
-    return worst_difference(drafter, target, ids, None, loop_like_prefixes(ids.shape[1]))
+    return worst_difference(drafter, target, ids, loop_like_prefixes(ids.shape[1]))
 
 
 def attach_below_wrong_node(decoder: Any) -> None:
@@ -87,7 +87,7 @@ def test_parallel_drafter_passes_unless_a_feature_is_shifted() -> None:
     ids = random_batch(target, 1)["input_ids"]
     prefixes = loop_like_prefixes(ids.shape[1])
     assert prefixes == [8, 9, 11]
-    assert worst_difference(drafter, target, ids, None, prefixes).size < TOLERANCE
+    assert worst_difference(drafter, target, ids, prefixes).size < TOLERANCE
     real_inputs = drafter.real_inputs
     drafter.real_inputs = lambda ids, previous: real_inputs(ids, previous.roll(1, -2))
-    assert worst_difference(drafter, target, ids, None, prefixes).size > 0.01
+    assert worst_difference(drafter, target, ids, prefixes).size > 0.01

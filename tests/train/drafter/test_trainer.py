@@ -12,9 +12,7 @@ from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage
-from draftsmith.train.drafter import training_arguments as training_arguments_module
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
@@ -78,10 +76,10 @@ def test_full_disk_starts_no_training(target_folder: Path, monkeypatch: pytest.M
 
 
 class NotFinite(DrafterTrainer):
-    """The loss of the fourth step is NaN, in the last process."""
+    """The loss of the fourth step is NaN."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3 and self.args.process_index == self.args.world_size - 1:
+        if self.state.global_step == 3:
             with torch.no_grad():
                 next(self._drafter.parameters()).mul_(torch.nan)
         return super().compute_loss(*args, **kwargs)
@@ -97,19 +95,15 @@ class InfiniteGradient(DrafterTrainer):
         return loss
 
 
-def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "DrafterTrainer", trainer)
-        with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not saved"
-        ):
-            train_drafter(recipe)
-
-
 @pytest.mark.parametrize("trainer", [NotFinite, InfiniteGradient])
-def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[DrafterTrainer]) -> None:
+def test_non_finite_loss_stops_training(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, trainer: type[DrafterTrainer]
+) -> None:
     recipe = make_recipe(target_folder, "not-finite", gradient_accumulation_steps=2, per_device_train_batch_size=2)
-    not_finite(recipe, trainer)
+    monkeypatch.setattr(stage, "DrafterTrainer", trainer)
+    stopped = r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not saved"
+    with pytest.raises(UserError, match=stopped):
+        train_drafter(recipe)
     checkpoints = RunFolder(recipe).drafter / "checkpoints"
     assert [file.name for file in checkpoints.iterdir()] == ["checkpoint-2"]
 
@@ -181,14 +175,12 @@ def test_invalid_train_keys_are_reported(tmp_path: Path, values: dict[str, Any],
     [(1, None, (32, 1)), (1, 4, (4, 8)), (8, 4, (4, 1)), (16, 4, (2, 1)), (1, 5, (4, 8)), (4, 3, (2, 4))],
 )
 def test_global_batch_is_independent_of_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, most: int | None, expected: tuple[int, int]
+    tmp_path: Path, processes: int, most: int | None, expected: tuple[int, int]
 ) -> None:
     values = {"global_batch_size": 32, "save_strategy": False} | ({"per_device_train_batch_size": most} if most else {})
-    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: processes)
-    args = training_arguments(values, tmp_path, seed=0, use_cpu=True)
+    args = training_arguments(values, tmp_path, seed=0, use_cpu=True, processes=processes)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == expected
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * processes == 32
     assert args.save_strategy == "no"  # which YAML reads as false
-    monkeypatch.setattr(training_arguments_module, "get_int_from_env", lambda *_: 16)
     with pytest.raises(UserError, match="30 rows cannot be shared evenly by 16 processes"):
-        training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True)
+        training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True, processes=16)

@@ -65,6 +65,8 @@ def test_best_weights_are_kept(best: Recipe, target: Path) -> None:
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights_of(best).items())
     report = TrainReport.read(folder)
     assert report.heldout_tau[-1] == max(values.values())
+    assert report.heldout_rows
+    assert f"on {report.heldout_rows} held-out examples: " in report.sentence()
     assert f"with the weights of step {step}, the best there" in report.sentence()
     last = validated(target, "last", {})
     train_drafter(last)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import long_rope
 from support.tiny_runs import (
     LENGTHS,
     recipe_file,
@@ -28,6 +29,7 @@ from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features import write as features
+from draftsmith.train.features.serving import server_arguments
 from draftsmith.train.features.write import project_features, write_features
 
 OFFLINE = {"features": {"source": "offline", "dtype": "float32"}}
@@ -74,6 +76,18 @@ def test_projected_size_equals_the_files(tmp_path: Path) -> None:
     done = project_features(recipe)
     assert (done.missing_bytes, done.total_bytes) == (0, 100 * TOKEN_BYTES)
     assert "is complete (18.8 KiB = 100 tokens" in done.sentence()
+
+
+def test_rows_across_a_switch_of_rope_are_refused(tmp_path: Path) -> None:
+    """In such a batch the features of short rows would be others, before the first forward; packed rows too."""
+    changes = {"rope_parameters": long_rope(15), "original_max_position_embeddings": 15, "sliding_window": None}
+    save_target(tmp_path / "target", model_type="phi3", **changes)
+    refusal = r"a row of 16 tokens, but .* RoPE .* beyond 15 tokens: set data.max_length_tokens to 15 at most"
+    for refused, source in ((project_features, "offline"), (train_drafter, "online")):
+        with pytest.raises(UserError, match=refusal):
+            refused(tiny_run(tmp_path, data={"features": {"source": source}, "packing": True}))
+    with pytest.raises(UserError, match=r"max_model_len=17 exceeds 15: lower data.max_length_tokens"):
+        server_arguments(tiny_run(tmp_path))
 
 
 def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +173,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ({"data": {"features": {"dtype": "float32"}}}, "data.features.dtype = 'bfloat16', now it is 'float32'"),
         ({"data": {"features": {"autocast": True}}}, "data.features.autocast = None, now it is True"),
         ({"target": {"dtype": "bfloat16"}}, "target.dtype = 'float32', now it is 'bfloat16'"),
-        ({"drafter": {"options": {"feature_layers": [2]}}}, r"holds layers \[1, 3, -1\] .* now read \[2\]"),
+        ({"drafter": {"options": {"feature_layers": [2]}}}, r"holds layers \[1, 3, -1\] .* now reads \[2\]"),
     ],
 )
 def test_changed_settings_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:

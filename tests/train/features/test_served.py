@@ -198,7 +198,7 @@ def test_stopped_training_resumes_to_the_same_weights(server: FeatureServer, tmp
     train_drafter(whole)
     server.requests, server.fault, server.fault_from = 0, "busy", 8
     with pytest.raises(
-        UserError, match=r"no server .* gives features, .* \(HTTP 500\): start it again, then run the same"
+        UserError, match=r"no server .* gives features; .* \(HTTP 500\): start it again, then run the same"
     ):
         train_drafter(recipe)
     server.fault = ""

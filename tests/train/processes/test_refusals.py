@@ -13,7 +13,7 @@ from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
-from draftsmith.recipes.run_folder import is_first_process
+from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, is_first_process
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
@@ -69,7 +69,6 @@ def test_impossible_combinations_are_reported(
     train: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)  # independent of what is installed
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
         check_launch(recipe, make_arguments(tmp_path, **train), launch)
@@ -78,11 +77,11 @@ def test_impossible_combinations_are_reported(
 # ---- what other programs leave in the environment ----
 
 
-@pytest.mark.parametrize("name", launches.SPLIT_MODELS)
+@pytest.mark.parametrize("name", launches.SPLITS)
 def test_split_sequences_and_layers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe, args = recipe_in(tmp_path), make_arguments(tmp_path)
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
-    with pytest.raises(UserError, match=f"asks for {name.lower()}_size above 1: drafters are trained data-parallel"):
+    with pytest.raises(UserError, match=f"asks for {name.lower()}_size above 1: drafters are trained by DDP"):
         check_launch(recipe, args, Launch("ddp", 2))
 
 
@@ -120,13 +119,37 @@ def test_ranks_count_in_a_launch_of_several_processes(tmp_path: Path, monkeypatc
     assert not is_first_process()
 
 
-@pytest.mark.parametrize("name", launches.MPI_WORLD_SIZES)
-def test_processes_of_mpi_without_a_place_to_meet_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+PLACED = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        *(({name: "4"}, f"{name}=4 says .*: unset {name} to train") for name in ("WORLD_SIZE", *MPI_WORLD_SIZES)),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is not a number from 1 on: unset WORLD_SIZE, or start"),
+        ({"PMI_SIZE": "two"}, "PMI_SIZE=two in the environment is not a number"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "x", **PLACED}, "LOCAL_RANK=x in the environment is not a number from 0"),
+        ({"WORLD_SIZE": "2", **PLACED}, "2 processes were launched, and LOCAL_RANK is not set: start them by"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ZeRO needs DeepSpeed, which is not installed: `pip install"),
+    ],
+)
+def test_launches_that_cannot_work_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
-    monkeypatch.setenv(name, "4")
-    with pytest.raises(UserError, match=f"{name}=4 says that MPI .*: unset it to train in one process"):
-        make_arguments(tmp_path)
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # as on a GPU, which LOCAL_RANK assigns
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        training_arguments({}, tmp_path, seed=0)
+
+
+def test_empty_variables_are_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "PARALLELISM_CONFIG_TP_SIZE", "FSDP_VERSION", "ACCELERATE_USE_CPU")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    make_arguments(tmp_path)
+    assert not set(names) & os.environ.keys()  # accelerate reads them too
 
 
 WAITING = """
@@ -139,19 +162,21 @@ with exit_with_one_sentence():
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, -2)])
-def test_signals_end_a_launch_that_waits(tmp_path: Path, number: int, code: int) -> None:
-    """The second process never comes, which is said."""
+@pytest.mark.parametrize(("number", "code", "processes"), [(signal.SIGTERM, -15, 2), (signal.SIGINT, -2, 1)])
+def test_signals_end_a_launch_that_waits(tmp_path: Path, number: int, code: int, processes: int) -> None:
+    """A process that never comes, or a place that is not found, is said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    launched = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = "127.0.0.1" if processes > 1 else "gone.invalid"
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": place, "MASTER_PORT": port}
+    launched["WORLD_SIZE"] = str(processes)
     command = [sys.executable, "-c", WAITING, str(tmp_path)]
     with subprocess.Popen(command, env={**os.environ, **launched}, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             said = next(line for line in process.stderr if "waiting" in line)
-            assert said == f"waiting for 2 processes at 127.0.0.1:{port}; Ctrl-C ends this one\n"
+            assert said == f"waiting for {processes} process(es) at {place}:{port}; Ctrl-C ends this one\n"
             process.send_signal(number)
             assert process.wait(timeout=30) == code
         finally:
