@@ -22,7 +22,7 @@ COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
     "package": (PACKAGES, (".py",), 36_516),
-    "tests": (("tests",), (".py",), 24_552),
+    "tests": (("tests",), (".py",), 24_553),
     "C++": (PACKAGES, (".cpp", ".h"), 1_701),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }

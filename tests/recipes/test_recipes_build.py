@@ -25,10 +25,10 @@ KINDS = [kind for kind in drafter_kinds() if kind != "parallel"]
 SIZES, FEW = {SMOLLM2: (30, 49_152), "qwen2.5-coder": (28, 151_936)}, (8, 40)
 
 
-def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTrainedModel:
+def small_target(model_type: str, num_layers: int, vocabulary: int, mlp_width: int) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=mlp_width, num_hidden_layers=num_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -44,7 +44,8 @@ def test_recipe_builds(name: str, kind: str | None, tmp_path: Path) -> None:
     assert arguments.learning_rate == recipe.train["learning_rate"]
     layers, vocabulary = next((sizes for start, sizes in SIZES.items() if name.startswith(start)), FEW)
     vocabulary = max(vocabulary, recipe.drafter.options.get("draft_vocab_size") or 0)
-    target = small_target("qwen3" if name.startswith("qwen3") else "llama", layers, vocabulary)
+    mlp_width = recipe.drafter.options.get("intermediate_size") or 48
+    target = small_target("qwen3" if name.startswith("qwen3") else "llama", layers, vocabulary, mlp_width)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
     features = torch.zeros(3, 32 * len(drafter.feature_layers))
