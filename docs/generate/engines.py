@@ -4,7 +4,7 @@ make reference      # writes docs/pictures/engines-{light,dark}.svg and the tabl
 
 Figures are those of docs/results/engines: what `draftsmith bench` wrote, named ENGINE_KIND.json, and the steps of
 `benchmarks/vllm_step.py`, named step_KIND.json. Without a file its rows are missing; a file that no entry names is an
-error. Each processor has a table and a panel of its own, and each row its target with the dtype.
+error. Each processor has its table and its panel, and each row names its target with the dtype.
 """
 
 import json
@@ -26,7 +26,7 @@ PLUGIN = "`parallel`, by the plugin"
 
 
 class Entry(NamedTuple):
-    """What a result file does not say of itself. drafter: that of the rows "with drafter"."""
+    """Facts that a result file lacks. drafter: the one of the rows "with drafter"."""
 
     target: str
     engine: str
