@@ -104,6 +104,7 @@ def compare_with_own_chain(
     ruled_out = {
         "layer ids": set(drafter.feature_layers) == {FINAL_FEATURES},
         "vocabulary map": drafter.draft_ids is None,
+        "sample_from_anchor": not hasattr(drafter.config.options, "sample_from_anchor"),
     }
     return Agreement(
         depth=depth,
