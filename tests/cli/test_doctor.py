@@ -347,6 +347,8 @@ def test_serve_command_is_shown(tmp_path: Path) -> None:
     assert "drafter.options.first_token=false" in findings["served/first token"]["sentence"]
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={first_token: false}")
     assert "served/first token" not in findings
+    _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=parallel", "drafter.options={}")
+    assert "with draftsmith in its environment" in findings["served/export"]["sentence"]
     own = ["drafter.kind=peagle", "name=theirs"]
     recipe = load_recipe(tmp_path / "mine.yaml", own)
     drafter = load_drafter_class("peagle").from_target(load_target(recipe.target)[0], {"num_masks": 2})

@@ -71,16 +71,17 @@ def generate_answers(
     new_tokens: int,
     speculative: dict[str, Any] | None,
     model: str = str(EMBEDDED_TARGET),
+    stop: str | None = None,
     **options: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return greedy answers of this length, and the counters of drafting; `options` are vLLM's own."""
+    """Return greedy answers of this length or up to `stop`, and counters of drafting; `options` are vLLM's own."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=model, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20,
         disable_log_stats=False, speculative_config=speculative, **{"max_num_seqs": 16, **options},
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, stop=stop)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     counters: dict[str, Any] = {}
     for metric in llm.get_metrics():

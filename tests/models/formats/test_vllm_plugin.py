@@ -21,10 +21,14 @@ __all__ = ["setup", "vllm_environment"]  # fixtures
 pytestmark = NEEDS_VLLM
 
 
+def train(name: str, setup: Setup) -> Drafter:
+    kind, _, options = SERVED[name]
+    return train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
+
+
 @pytest.fixture(scope="module")
 def drafter(setup: Setup) -> Drafter:
-    kind, _, options = SERVED["parallel"]
-    return train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
+    return train("parallel", setup)
 
 
 @pytest.fixture
@@ -33,13 +37,25 @@ def served(drafter: Drafter, tmp_path: Path) -> dict[str, Any]:
     return export_served(drafter, tmp_path)
 
 
-@pytest.mark.parametrize("newer_runner", [False, True])
+@pytest.mark.parametrize(
+    ("name", "newer_runner"), [("parallel", False), ("parallel", True), ("parallel-reduced", False)]
+)
 def test_one_mask_a_forward_drafts_the_same(
-    newer_runner: bool, drafter: Drafter, served: dict[str, Any], setup: Setup, tmp_path: Path
+    name: str, newer_runner: bool, drafter: Drafter, setup: Setup, tmp_path: Path
 ) -> None:
-    """Without `parallel_drafting`, in both of vLLM's runners."""
+    """Without `parallel_drafting`, in both of vLLM's runners; once with a Markov head and a draft vocabulary."""
+    drafter = drafter if name == "parallel" else train(name, setup)
+    served = export_served(drafter, tmp_path)
     served.pop("parallel_drafting")
     check_served(drafter, setup, tmp_path, served, newer_runner)
+
+
+def test_stop_strings(served: dict[str, Any], setup: Setup) -> None:
+    """A stop string that ends in the middle of an answer cuts a drafted answer where it cuts a plain one."""
+    stop = AutoTokenizer.from_pretrained(EMBEDDED_TARGET).decode(setup.answers[0][10:13])
+    plain, drafted = (generate_answers(setup.prompts, NEW_TOKENS, config, stop=stop)[0] for config in (None, served))
+    assert drafted == plain
+    assert len(plain[0]) <= 13
 
 
 def test_cached_prefixes_and_chunks_of_prompts(
