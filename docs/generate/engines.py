@@ -135,7 +135,9 @@ def series() -> dict[Series, list[dict[str, Any]]]:
     found: dict[Series, list[dict[str, Any]]] = {}
     for name, entry in SPEEDS.items():
         result = figures(name, entry)
-        for row in [] if result is None else result["rows"]:
+        if result is None:
+            continue
+        for row in result["rows"]:
             label = {PLAIN: NO_DRAFT, NGRAM: NGRAM}.get(row["arm"], entry.drafter)
             rows = found.setdefault(Series(result["machine"], result["of_target"], entry.engine, label), [])
             if all(row["concurrency"] != each["concurrency"] for each in rows):
