@@ -68,19 +68,26 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def drafter_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options to build the drafter with: `init: random` if it gets the first process's weights."""
-    options = recipe.drafter.options
-    if recipe.data.features.source == "online" or not starts_from_layers(recipe) or _is_first():
+    """Return the options to build the drafter with: `init: random` where this process has no layers of the target.
+
+    Its weights are then those that `drafter.init` names, or the first process's.
+    """
+    options, reads_layers = recipe.drafter.options, starts_from_layers(recipe) and _is_first()
+    if recipe.data.features.source == "online" or reads_layers or "init" not in _option_fields(recipe):
         return options
     return {**options, "init": "random"}
 
 
 def starts_from_layers(recipe: Recipe) -> bool:
     """Return whether the drafter's first weights are those of decoder layers of the target."""
-    options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+    options = _option_fields(recipe)
     if recipe.drafter.init is not None or "init" not in options:
         return False
     return recipe.drafter.options.get("init", options["init"].default) == "target"
+
+
+def _option_fields(recipe: Recipe) -> dict[str, Any]:
+    return load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
 
 
 @torch.no_grad()

@@ -71,6 +71,18 @@ def test_training_equals_online(server: FeatureServer, tmp_path: Path) -> None:
     assert list((tmp_path / "served").iterdir()) == []
 
 
+def test_training_starts_from_a_trained_drafter(server: FeatureServer, tmp_path: Path) -> None:
+    """Its layers are the trained drafter's, so that the target's are not needed."""
+    first, online = tiny_run(tmp_path, "first", train=EPOCHS), tiny_run(tmp_path, "online", train=EPOCHS)
+    train_drafter(first)
+    recipe = served_run(tmp_path, "served", server.url)
+    online.drafter.init = recipe.drafter.init = str(RunFolder(first).drafter)
+    train_drafter(online)
+    train_drafter(recipe)
+    for name, value in weights_of(online).items():
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
+
+
 def test_workers_of_the_loader_ask_for_the_same_rows(server: FeatureServer, tmp_path: Path) -> None:
     alone = served_run(tmp_path, "alone", server.url)
     many = served_run(
