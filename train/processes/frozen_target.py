@@ -68,14 +68,19 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def drafter_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options to build the drafter with: `init: random` where this process has no layers of the target.
+    """Return the options to build the drafter with in this process, which may have no layers of the target."""
+    reads_layers = starts_from_layers(recipe) and _is_first()
+    online = recipe.data.features.source == "online"
+    return recipe.drafter.options if online or reads_layers else options_without_layers(recipe)
 
-    Its weights are then those that `drafter.init` names, or the first process's.
+
+def options_without_layers(recipe: Recipe) -> dict[str, Any]:
+    """Return the options to build a drafter with for a target without layers: with `init: random`, if there is `init`.
+
+    Other weights replace the random ones: those that `drafter.init` names, or the first process's.
     """
-    options, reads_layers = recipe.drafter.options, starts_from_layers(recipe) and _is_first()
-    if recipe.data.features.source == "online" or reads_layers or "init" not in _option_fields(recipe):
-        return options
-    return {**options, "init": "random"}
+    options = recipe.drafter.options
+    return {**options, "init": "random"} if "init" in _option_fields(recipe) else options
 
 
 def starts_from_layers(recipe: Recipe) -> bool:
