@@ -47,7 +47,7 @@ TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])((?:(?!\1).)*)\1\s*\)""")  # tra
 USE_OF_TODAY = re.compile(r"\bstrftime_now\b(?!\s*is\b)")
 DIRECTIVES = ("-d", "-m", "-I", "-H", *"aAbBcdDeFhHIjmMpSTuUVwWxXyY")  # of strftime
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
-# Tensors beside a quantised weight, as FP8's `weight_scale` and GPTQ's `qweight` and `scales`.
+# Tensors next to a quantised weight, as FP8's `weight_scale` and GPTQ's `qweight` and `scales`.
 OF_QUANTISED = re.compile(r"\.(qweight|scales|(weight|input)\w*(scale|packed)\w*|weight\.absmax)$")
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 LONGEST_CHAT_TOKENS = 4096  # of a chat with its next answer, unless the target holds fewer
