@@ -213,8 +213,9 @@ def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[
     latent = getattr(target.config.get_text_config(), "kv_lora_rank", None) is not None
     of_latent = f"vLLM extracts no hidden states from multi-head latent attention (MLA): {online}"
     fine = f"vLLM's {name} has the EAGLE-3 interface"
-    faults = (gives is None, "warning", unknown), (gives is False, "defect", lacking)
-    yield Finding.of(check, fine, {}, (latent, "defect", of_latent), *faults)
+    refused = of_latent if latent else lacking
+    is_refused = latent or gives is False
+    yield Finding.of(check, fine, {}, (is_refused, "defect", refused), (gives is None, "warning", unknown))
 
 
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
