@@ -2,16 +2,18 @@
 
 Data: a sample of the source's conversations is tokenised as for training; after distillation every example of
 `data/tokens` is checked too. Target: can it run draft trees? Drafter: does training compute the same logits as decoding
-(`draftsmith.train.drafter.parity`)? The run's folder is only read, so this may run during a distillation.
+(`draftsmith.train.drafter.parity`)? Of a target that servers run, embedding, final norm and LM head alone are loaded,
+and what its layers decide is not checked. The run's folder is only read, so this may run during a distillation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isfinite
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.cli.data_checks import (
     Diagnosis,
@@ -37,7 +39,11 @@ from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,
+    load_ends,
+    load_generation_config,
     load_target,
+    load_tokenizer,
+    target_device,
 )
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.loading import first_stage
@@ -46,6 +52,8 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import recipe_arguments
+from draftsmith.train.features.cache import check_offline_support
+from draftsmith.train.processes.frozen_target import options_without_layers
 
 LARGE_BYTES = 2**27  # of weights; from this size on a decoding step is bound by reading them
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by export format
@@ -63,7 +71,8 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     if serve is not None:
         serve = exporting.FORMAT_OF_ENGINE.get(serve, serve)
         exporting.check_format(serve)
-    target, tokenizer = load_target(recipe.target)
+    served = recipe.data.features.source == "server"
+    target, tokenizer = _load_served(recipe) if served else load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
     add, run, trained = diagnosis.add, RunFolder(recipe), f"drafter ({recipe.drafter.kind})"
     try:
@@ -76,9 +85,10 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
         add("source conversations", "source", check_source(recipe, expected, diagnosis))
         if (run.data / "tokens").is_dir():
             add("tokens to train on", "tokens", check_tokens(recipe, run.data, expected, diagnosis))
-    add("target", "logits", _check_target(target))
-    add("target", "draft trees", _check_draft_trees(recipe, target))
-    add("target", "dtype", _check_dtype(target))
+    add("target", "logits", _check_target(target, served))
+    add("target", "draft trees", _check_draft_trees(recipe, target, served))
+    if not served:
+        add("target", "dtype", _check_dtype(target))
     add(trained, "train section", _check_training_arguments(recipe))
     add(trained, "drafter.init", _check_start(recipe, target))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
@@ -89,15 +99,27 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     return diagnosis
 
 
-def _check_target(target: PreTrainedModel) -> Iterator[Finding]:
+def _load_served(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the target without its layers, on its device, and its tokenizer."""
+    load_generation_config(recipe.target)
+    return load_ends(recipe.target).to(target_device(recipe.target)), load_tokenizer(recipe.target)
+
+
+def _check_target(target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     yield Finding("device", "ok", device_sentence(target.device))
     yield Finding("attention", "ok", running_sentence(target))
+    if served:
+        yield Finding("logits", "ok", "not checked: the target is served, and each server is checked before training")
+        return
     yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
 
 
-def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
+def _check_draft_trees(recipe: Recipe, target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     """Check that the target verifies the trees of the recipe's methods."""
     check_trees(recipe)
+    if served:
+        yield Finding("draft trees", "ok", "not checked: the target is served")
+        return
     TargetSession(target, max_length_tokens=8).close()
     sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
     yield Finding("draft trees", "ok", sentence)
@@ -135,8 +157,20 @@ def _check_start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
     if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
         yield Finding("drafter.init", "ok", f"`draftsmith run` trains the drafter of {init} first")
     elif (folder := start_folder(recipe)) is not None:
-        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, _new_options(recipe))
         yield Finding("drafter.init", "ok", start_sentence(start_from(drafter, folder, init)))
+
+
+def _new_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options to build a new drafter with for the loaded target, which has no layers if it is served.
+
+    Raises:
+        UserError: The kind needs the layers of a target that is served.
+    """
+    if recipe.data.features.source != "server":
+        return recipe.drafter.options
+    check_offline_support(recipe)
+    return options_without_layers(recipe)
 
 
 def _drafter_config(recipe: Recipe, target: PreTrainedModel) -> DrafterConfig:
@@ -174,9 +208,14 @@ def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[
     name, check = type(target).__name__, "features from vLLM"
     gives = gives_hidden_states(name)
     unknown = "not checked, as vLLM is not installed here: its class for this target needs the EAGLE-3 interface"
-    lacking = f"vLLM's {name} has no EAGLE-3 interface, so it gives no hidden states: set data.features.source=online"
+    online = "set data.features.source=online"
+    lacking = f"vLLM's {name} has no EAGLE-3 interface, so it gives no hidden states: {online}"
+    latent = getattr(target.config.get_text_config(), "kv_lora_rank", None) is not None
+    of_latent = f"vLLM extracts no hidden states from multi-head latent attention (MLA): {online}"
     fine = f"vLLM's {name} has the EAGLE-3 interface"
-    yield Finding.of(check, fine, {}, (gives is None, "warning", unknown), (gives is False, "defect", lacking))
+    refused = of_latent if latent else lacking
+    is_refused = latent or gives is False
+    yield Finding.of(check, fine, {}, (is_refused, "defect", refused), (gives is None, "warning", unknown))
 
 
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
@@ -201,7 +240,8 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
 def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Iterator[Finding]:
     """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
-    parity = check_parity(kind, recipe.drafter.options, target, rows)
+    served = recipe.data.features.source == "server"
+    parity = check_parity(kind, _new_options(recipe), target, rows, has_layers=not served)
     worst = parity.worst
     measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
     agrees = f"training and decoding agree after {parity.drafts} prefixes"

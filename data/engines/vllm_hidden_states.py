@@ -10,7 +10,8 @@ It is vLLM's own example connector (vLLM 0.32 and later, `example_hidden_states_
 * A request that ended before all of its tokens were computed writes nothing, in place of wrong rows.
 * `min_free_bytes` of the disk stay free.
 
-Shapes: S tokens, L layers, D hidden; a file holds `hidden_states` [S, L, D] and `token_ids` [S].
+Shapes: S tokens, L layers, D hidden; a file holds `hidden_states` [S, L, D], `token_ids` [S] and `layers` [L], the ids
+of the layers that vLLM was started with.
 """
 
 import os
@@ -44,6 +45,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._min_free_bytes = int(self._kv_transfer_config.get_from_extra_config("min_free_bytes", 0))
+        started_with = vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+        self._layers = torch.tensor(sorted(set(started_with)))  # as the target's model orders them
 
     # ---- in the scheduler ----
 
@@ -81,6 +84,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         """Write a file whole, or the reason why not."""
         try:
             event.synchronize()
+            tensors = {**tensors, "layers": self._layers}
             free = shutil.disk_usage(os.path.dirname(filename)).free
             needed = sum(tensor.nbytes for tensor in tensors.values()) + self._min_free_bytes
             if free < needed:

@@ -47,6 +47,8 @@ TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])((?:(?!\1).)*)\1\s*\)""")  # tra
 USE_OF_TODAY = re.compile(r"\bstrftime_now\b(?!\s*is\b)")
 DIRECTIVES = ("-d", "-m", "-I", "-H", *"aAbBcdDeFhHIjmMpSTuUVwWxXyY")  # of strftime
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
+# Tensors next to a quantised weight, as FP8's `weight_scale` and GPTQ's `qweight` and `scales`.
+OF_QUANTISED = re.compile(r"\.(qweight|scales|(weight|input)\w*(scale|packed)\w*|weight\.absmax)$")
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 LONGEST_CHAT_TOKENS = 4096  # of a chat with its next answer, unless the target holds fewer
 NO_CONFIG = "Unrecognized model"  # of transformers, for a repository without config.json
@@ -117,7 +119,14 @@ def load_ends(recipe: TargetRecipe) -> PreTrainedModel:
             transformers_logging.set_verbosity(shown)
 
     target, loaded = _read(location, read)
-    if missing := sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])]):
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    quantised = {
+        f"{name}.weight"
+        for name, module in target.named_modules()
+        for key in loaded["unexpected_keys"]
+        if module in (embedding, head) and key.startswith(f"{name}.") and OF_QUANTISED.search(key)
+    }
+    if missing := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"]), *quantised}):
         raise UserError(
             f"target.model {recipe.model} has no unquantised {', '.join(missing)}, which training on features from a "
             "server reads: name the unquantised checkpoint of the same model"

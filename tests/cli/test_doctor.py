@@ -14,9 +14,10 @@ from support import tiny_tokenizers as templates
 from support.tiny_models import long_rope
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.tiny_tokenizers import tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from draftsmith.cli import doctor
 from draftsmith.cli import main as cli
 from draftsmith.data.engines import vllm_engine
 from draftsmith.data.sources.record_reader import parse_conversation
@@ -136,6 +137,7 @@ def no_loss_at(end: int) -> Any:
     return lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != end)
 
 
+SERVED = "data.features={source: server, server: {urls: ['http://h:8000']}}"
 # Changes to the folder, or the mask of the tokens; overrides; the defect's place; its message.
 DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "every token is the assistant's": (
@@ -205,6 +207,10 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
         {"mask": lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1]))}, [],
         "tokens/end tokens", "3 carry loss after their end token",
     ),
+    "a kind that needs the layers of a served target": (
+        {}, [SERVED, "drafter={kind: medusa2}"],
+        "drafter/drafter", "`medusa2` cannot be trained on features from disk or servers",
+    ),
     "an engine that has no place for the kind": (
         {"num_hidden_layers": 4}, ["--serve=sglang", "drafter={kind: peagle}"],
         "served/export", "has no place for peagle: train with drafter.kind=eagle3",
@@ -231,7 +237,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
         "vLLM can load this drafter; not SGLang: sglang takes",
     ),
     "features by an engine that is not here": (
-        "warning", {}, ["data.features={source: server, server: {urls: ['http://h:8000']}}"],
+        "warning", {}, [SERVED],
         "drafter/features from vLLM", "vLLM is not installed here: its class for this target needs",
     ),
     "three engines": (
@@ -263,6 +269,19 @@ def test_warning_or_remark(name: str, tmp_path: Path) -> None:
     code, findings, _ = clinic(tmp_path, **changes).examine(*overrides)
     assert (code, findings[check]["severity"]) == (0, severity)
     assert re.search(sentence, findings[check]["sentence"])
+
+
+@pytest.mark.parametrize("kind", ["parallel", "dflash2"])
+def test_served_target_is_not_loaded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and decoding are compared on random features; dflash2's rounding in fp32 is no defect."""
+    monkeypatch.setattr(doctor, "load_target", None)
+    code, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(SERVED, f"drafter={{kind: {kind}}}")
+    assert code == 0
+    assert findings["target/draft trees"]["sentence"] == "not checked: the target is served"
+    assert 0 <= findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
+    monkeypatch.setattr(PreTrainedConfig, "kv_lora_rank", 4, raising=False)
+    code, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(SERVED, f"drafter={{kind: {kind}}}")
+    assert (code, "(MLA): set" in findings["drafter/features from vLLM"]["sentence"]) == (1, True)
 
 
 def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:

@@ -21,9 +21,10 @@ ANSWER_TOKENS = 4  # before the end of an answer
 class FeatureServer:
     """A server on `url`; it counts its `requests`, and answers with `fault` from request `fault_from` on.
 
-    Faults: `ids` (other tokens), `nan`, `short` (a row too few), `layers` (a layer too few), `dtype`, `damaged`,
+    Faults: `ids` (other tokens), `nan`, `short` (a row too few), `layers` (a layer too few), `inner` (another
+    inner layer), `dtype`, `damaged`,
     `unwritten` (no file but the reason), `busy` (HTTP 500), `long` (HTTP 400), `nothing` (no path), `dead` (closes the
-    connection), `other` (as another target), `slow` (after 0.1 s).
+    connection), `hang` (after 5 s), `other` (as another target), `slow` (after 0.1 s).
     """
 
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], folder: Path) -> None:
@@ -68,9 +69,9 @@ class FeatureServer:
             self.requests += 1
             number = self.requests
         fault = self.fault if self.fault_from <= number < self.fault_until else ""
-        time.sleep(0.1 if fault == "slow" else 0.0)
-        if fault in ("busy", "long", "dead"):
-            return {"busy": 500, "long": 400, "dead": 0}[fault], {"message": "the prompt is too long"}
+        time.sleep({"slow": 0.1, "hang": 5.0}.get(fault, 0.0))
+        if fault in ("busy", "long", "dead", "hang"):
+            return {"busy": 500, "long": 400}.get(fault, 0), {"message": "the prompt is too long"}
         sent, answer = asked["prompt"], list[int]()
         with_answer = (asked.get("kv_transfer_params") or {}).get("include_output_tokens", False)
         with self._lock:  # the hooks of features are for one forward at a time
@@ -100,7 +101,9 @@ class FeatureServer:
         else:
             ids_of_file = ids[0] + (fault == "ids")
             partial = file.with_suffix(".partial")
-            save_file({"hidden_states": states.contiguous(), "token_ids": ids_of_file}, partial)
+            layers = torch.tensor(self._layers) + torch.tensor([0, fault == "inner", 0])
+            tensors = {"hidden_states": states.contiguous(), "token_ids": ids_of_file, "layers": layers}
+            save_file(tensors, partial)
             partial.replace(file)
         ended = "length" if len(answer) <= ANSWER_TOKENS else "stop"
         choice = {"index": 0, "finish_reason": ended, "text": "", "token_ids": answer}

@@ -24,6 +24,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.target.features import target_features
+from draftsmith.models.target.view import target_value
 
 TOLERANCE = 1e-4  # of the logits' standard deviation, in fp32
 SHORTEST_ROW_TOKENS = 8
@@ -44,7 +45,11 @@ class Difference:
 
 
 def worst_difference(
-    drafter: Drafter, target: PreTrainedModel, input_ids: Tensor, prefixes: Sequence[int]
+    drafter: Drafter,
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    prefixes: Sequence[int],
+    features_sf: Tensor | None = None,
 ) -> Difference:
     """Return the largest difference of logits between training (`Drafter.group_logits`) and the drafter's decoder.
 
@@ -53,6 +58,7 @@ def worst_difference(
         target: Computes the features.
         input_ids: [S] or [1, S], token ids of an example.
         prefixes: Ascending numbers of committed tokens, from 2 to S, after which the decoder drafts.
+        features_sf: [S, F], features to use in place of the target's.
 
     Returns:
         The difference and its place. Its size is inf if one side has NaN, or -inf where the other has not.
@@ -62,7 +68,8 @@ def worst_difference(
     if not prefixes or prefixes[0] < 2 or prefixes[-1] > length or list(prefixes) != sorted(set(prefixes)):
         raise ValueError(f"prefixes {list(prefixes)} must ascend from at least 2 to at most {length}")
     positions_1s = torch.arange(length, device=ids_s.device).unsqueeze(0)
-    features_sf = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)[0]
+    if features_sf is None:
+        features_sf = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)[0]
     with torch.inference_mode():
         training_gsv = drafter.group_logits(ids_s[None], features_sf[None], positions_1s)[0].float()
         vocabulary, decoder = training_gsv.shape[-1], drafter.decoder(length)
@@ -102,15 +109,22 @@ class Parity:
 
 
 def check_parity(
-    kind: str, options: dict[str, Any], target: PreTrainedModel, rows: list[TokenizedConversation]
+    kind: str,
+    options: dict[str, Any],
+    target: PreTrainedModel,
+    rows: list[TokenizedConversation],
+    has_layers: bool = True,
 ) -> Parity:
     """Compare training with decoding for a new drafter on one example. Converts a half-precision target to fp32.
+
+    If fp32 shows a difference, fp64 decides whether it is rounding: the target is then converted to that.
 
     Args:
         kind: `drafter.kind` of the recipe.
         options: `drafter.options` of the recipe.
         target: The target model; the drafter may change it.
         rows: Examples to choose from; if none can be used, one is made up.
+        has_layers: Whether the target computes the features; if not, random numbers stand in for them.
 
     Raises:
         UserError: The kind or an option is wrong, or the target is not supported.
@@ -129,7 +143,15 @@ def check_parity(
     row = min(usable, key=lambda row: abs(len(row.input_ids) - ROW_TOKENS))
     ids_s = torch.tensor(row.input_ids[:ROW_TOKENS], device=target.device)
     prefixes = loop_like_prefixes(len(ids_s))
-    worst = worst_difference(drafter, target, ids_s, prefixes)
+    width = len(drafter.feature_layers) * target_value(target.config, "hidden_size")
+    generator = torch.Generator().manual_seed(SEED)
+    drawn_sf = None if has_layers else torch.randn(len(ids_s), width, generator=generator).to(ids_s.device)
+    worst = worst_difference(drafter, target, ids_s, prefixes, drawn_sf)
+    if worst.size > TOLERANCE and target.device.type != "mps":  # which has no fp64
+        target.double()
+        drafter.double().attach(target)  # again: what an earlier `attach` made is in fp32
+        drawn_sf = None if drawn_sf is None else drawn_sf.double()
+        worst = worst_difference(drafter, target, ids_s, prefixes, drawn_sf)
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     return Parity(worst, len(prefixes), len(ids_s), parameters)
 

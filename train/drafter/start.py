@@ -76,7 +76,7 @@ def start_from(drafter: Drafter, folder: Path, source: str) -> Start:
     if other_shapes and own == kind:
         name, keys = other_shapes[0], drafter.config.Options.model_fields
         values = {key: (getattr(trained.config, key), getattr(drafter.config, key)) for key in keys}
-        options = ", ".join(f"{key}={old}" for key, (old, new) in values.items() if old != new)
+        options = ", ".join(f"{key}={old}" for key, (old, new) in values.items() if old != new and key != "init")
         raise UserError(
             f"key `drafter.init`: {some_of(other_shapes)} of {source} has another shape ({name} "
             f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe the trained "

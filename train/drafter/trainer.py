@@ -65,6 +65,7 @@ from draftsmith.train.processes.split_weights import load_whole_weights, set_up_
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
+WORTH_SAYING_S = 10.0  # of one step's waiting for features from servers
 
 
 class Progress(TrainerCallback, ExportableState):
@@ -149,6 +150,7 @@ class DrafterTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded if cache is None else FeatureCollator(cache)
+        self._servers = cache.urls if isinstance(cache, ServedFeatures) else []
         self._launch = detect_launch(args)
         super().__init__(drafter, args, collator, train_dataset=dataset, eval_dataset=eval_dataset, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
@@ -209,7 +211,10 @@ class DrafterTrainer(Trainer):
         """
         begin_s = time.monotonic()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.progress.waited_s += time.monotonic() - begin_s
+        waited_s = time.monotonic() - begin_s
+        self.progress.waited_s += waited_s
+        if waited_s > WORTH_SAYING_S and self._servers and self.is_world_process_zero():
+            print(f"a step waited {waited_s:.0f} s for features from {', '.join(self._servers)}", flush=True)
         counts = list[Tensor]()
         self._drafter.train()  # as in the forward
         for number, batch in enumerate(batches):

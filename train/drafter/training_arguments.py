@@ -25,8 +25,9 @@ from draftsmith.train.drafter.optimizer import OptimizerName
 from draftsmith.train.processes.launch import awaiting_processes, leave_at_exit, let_recipe_decide
 
 GLOBAL_BATCH = "global_batch_size"
-# Of `data.features.source: server`: processes that ask for rows, and the batches that each asks for ahead.
-SERVED_WORKERS, SERVED_BATCHES = 4, 4
+# Of `data.features.source: server`: the fewest and most processes that ask for rows, a micro-batch at a time, and the
+# micro-batches that each of them has ahead of training.
+SERVED_WORKERS, MOST_SERVED_WORKERS, SERVED_BATCHES = 4, 16, 4
 
 
 @dataclasses.dataclass
@@ -65,8 +66,6 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
         UserError: A key of `train` does not exist or has a wrong value, or `validation` contradicts other keys.
     """
     values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
-    if recipe.data.features.source == "server":  # rows are requested ahead of their step
-        values = {"dataloader_num_workers": SERVED_WORKERS, "dataloader_prefetch_factor": SERVED_BATCHES, **values}
     if values.get("load_best_model_at_end"):
         raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
     evaluates = values.get("eval_strategy", "no")
@@ -78,17 +77,25 @@ def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTra
             values["save_strategy"] = evaluates
             values |= {"save_steps": values["eval_steps"]} if "eval_steps" in values else {}
     folder = RunFolder(recipe).drafter / "checkpoints"
-    return training_arguments(values, folder, recipe.seed, recipe.target.device == "cpu", processes)
+    features, use_cpu = recipe.data.features, recipe.target.device == "cpu"
+    in_flight = features.server.in_flight if features.source == "server" else None
+    return training_arguments(values, folder, recipe.seed, use_cpu, processes, in_flight)
 
 
 def training_arguments(
-    values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False, processes: int | None = None
+    values: dict[str, Any],
+    output_dir: Path,
+    seed: int,
+    use_cpu: bool = False,
+    processes: int | None = None,
+    in_flight: int | None = None,
 ) -> DrafterTrainingArguments:
     """Build the Trainer's arguments from our defaults and `values`, with the global batch split over the processes.
 
     Args:
         values: The recipe's section `train`.
         processes: Number of processes to plan for; None: as many as were launched.
+        in_flight: Rows that a process requests from servers at a time; None: features come from elsewhere.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
@@ -113,6 +120,10 @@ def training_arguments(
     if "per_device_train_batch_size" in checked:
         # So that evaluation takes no more memory than training: transformers' default is eight rows.
         defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
+    if in_flight is not None:  # rows are requested ahead of their step
+        workers = -(-in_flight // checked.get("per_device_train_batch_size", 8))
+        defaults["dataloader_num_workers"] = max(SERVED_WORKERS, min(MOST_SERVED_WORKERS, workers))
+        defaults["dataloader_prefetch_factor"] = SERVED_BATCHES
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
     if checked.get("average_tokens_across_devices") is False:

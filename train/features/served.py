@@ -5,10 +5,10 @@ hidden states of each row (tokenized example) from the servers shortly before th
 wherever the target fits, with their own tensor parallelism, quantisation and kernels; they write each row into a folder
 that both sides share (`data/engines/vllm_hidden_states.py`), and the reader deletes it.
 
-Every file is checked: the tokens that were sent, its shape and dtype, and that values are finite. At the start each
-server is checked on one row: its most likely tokens must be those of our norm and head on its last hidden states. If a
-server cannot answer, the request is repeated for `timeout_s`, at each server in turn; then training stops, and the same
-command resumes it. No row is ever skipped or replaced.
+Every file is checked: its layers, the tokens that were sent, its shape and dtype, and that values are finite. At the
+start each server is checked on one row: its most likely tokens must be those of our norm and head on its last hidden
+states. If a server cannot answer, the request is repeated for `timeout_s`, at each server in turn; then training stops,
+and the same command resumes it. No row is ever skipped or replaced.
 
 With `keep` the rows are written into the run's feature files as they come (`cache.py`). Later epochs, and trainings
 with `source: offline`, read them; `draftsmith features` fills these files before the training. Rows whose answers were
@@ -22,7 +22,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ from draftsmith.train.features.cache import FeatureCache, FeatureIndex, feature_
 
 START_IT = "start the server by the command that `draftsmith serve RECIPE --features` prints"
 LONGEST_BACKOFF_S = 30.0
-WORTH_SAYING_S = 10.0  # of waiting for one row
 CONNECT_TIMEOUT_S = 10.0
-ORPHAN_AGE_S = 3600.0  # of a file that nobody has read, as after an aborted request
+# Of a request's file, whose name begins with the id that vLLM gives the request; the age of one that nobody has read.
+REQUEST_FILES, ORPHAN_AGE_S = "cmpl-*.safetensors*", 3600.0
 PROOF_TOKENS = 32
 # How far below our largest logit the server's most likely token may be, as a share of the largest logit's height.
 TIES_FRAC = {torch.float32: 1e-3}
@@ -122,13 +122,17 @@ class ServedFeatures:
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         self.answers = RunFolder(recipe).features / f"answers-{digest[:16]}"
         self._pool: ThreadPoolExecutor | None = None
-        self._client: httpx2.Client | None = None
+        self._client: Any = None  # an `httpx2.Client` that the threads of the pool share
         self._asked: dict[int, Future[Tensor]] = {}
 
     @property
     def width(self) -> int:
         """Return F, the number of features of one token: the hidden size times the number of layers."""
         return len(self._layers) * self._hidden_size
+
+    @property
+    def urls(self) -> list[str]:
+        return self._chosen.server.urls
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,6 +145,7 @@ class ServedFeatures:
             self._pool = ThreadPoolExecutor(
                 max(1, self._chosen.server.in_flight // (workers.num_workers if workers else 1))
             )
+            self._client = self._new_client()
         for row in rows:
             if row not in self._asked and (self._kept is None or not self._kept.has(row)):
                 self._asked[row] = self._pool.submit(self.fetch, row)
@@ -161,7 +166,7 @@ class ServedFeatures:
             if self._kept is not None and self._kept.has(row):
                 self._kept.read([row], out_rf)
                 continue
-            hidden_sld = self._fetched(row)
+            hidden_sld = self._asked.pop(row).result()
             for layer, part_sd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
                 part_sd.copy_(self._features(layer, hidden_sld))
             if self._kept is not None:
@@ -173,13 +178,6 @@ class ServedFeatures:
 
     def _is_distilled(self, row: int) -> bool:
         return self.answers.is_dir() and row_file(self.answers, self._ids(row)).is_file()
-
-    def _fetched(self, row: int) -> Tensor:
-        """Return what `fetch` gives for a requested row, and print a line where that takes long."""
-        asked, urls = self._asked.pop(row), self._chosen.server.urls
-        if not wait([asked], WORTH_SAYING_S).done:
-            print(f"waiting for features from {urls[row % len(urls)]}", flush=True)
-        return asked.result()
 
     def fetch(self, row: int) -> Tensor:
         """Return a row's hidden states [S, L, D] of the L served layers, as stored in distilling or from a server.
@@ -216,17 +214,16 @@ class ServedFeatures:
         if all((self._kept is not None and self._kept.has(row)) or self._is_distilled(row) for row in rows):
             return
         ids = next((ids for row in rows if len(ids := self._ids(row)) > 1), self._ids(0))[:PROOF_TOKENS]
-        for url in self._chosen.server.urls:
-            try:
-                hidden_sld, choice = self._fetch(url, ids, prompt_logprobs=1)
-            except (Unavailable, httpx2.TransportError) as error:
-                raise UserError(
-                    f"{url} of data.features.server.urls gives no features ({reason(error)}): {START_IT}"
-                ) from None
-            self._check_same_target(url, hidden_sld, choice.get("prompt_logprobs") or [])
-        if self._client is not None:
-            self._client.close()
-            self._client = None  # not shared with the data loader's workers
+        with self._new_client() as self._client:
+            for url in self._chosen.server.urls:
+                try:
+                    hidden_sld, choice = self._fetch(url, ids, prompt_logprobs=1)
+                except (Unavailable, httpx2.TransportError) as error:
+                    raise UserError(
+                        f"{url} of data.features.server.urls gives no features ({reason(error)}): {START_IT}"
+                    ) from None
+                self._check_same_target(url, hidden_sld, choice.get("prompt_logprobs") or [])
+        self._client = None  # not shared with the data loader's workers
 
     @torch.no_grad()
     def _check_same_target(self, url: str, hidden_sld: Tensor, prompt_logprobs: list[Any]) -> None:
@@ -246,9 +243,9 @@ class ServedFeatures:
                 )
 
     def sweep(self) -> None:
-        """Delete unread files over an hour old in the servers' folder, such as those of aborted requests."""
+        """Delete requests' unread files over an hour old in the servers' folder, such as those of aborted ones."""
         folder, now_s = Path(self._chosen.server.folder), time.time()
-        for file in folder.glob("*.safetensors*"):
+        for file in folder.glob(REQUEST_FILES):
             try:
                 if now_s - file.stat().st_mtime > ORPHAN_AGE_S:
                     file.unlink()
@@ -267,11 +264,14 @@ class ServedFeatures:
         weight = next(self._norm.parameters())
         return self._norm(hidden_sld[:, self._served.index(self._last)].to(weight.device, weight.dtype)).cpu()
 
+    def _new_client(self) -> httpx2.Client:
+        """Return a client that waits for each of the servers for its share of `timeout_s`."""
+        asked = self._chosen.server
+        timeout = httpx2.Timeout(asked.timeout_s / len(asked.urls), connect=CONNECT_TIMEOUT_S)
+        return httpx2.Client(timeout=timeout, trust_env=False, limits=httpx2.Limits(max_connections=None))
+
     def _fetch(self, url: str, ids: list[int], **options: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the hidden states [S, L, D] of these tokens from one server, and its answer."""
-        if self._client is None:
-            timeout = httpx2.Timeout(self._chosen.server.timeout_s, connect=CONNECT_TIMEOUT_S)
-            self._client = httpx2.Client(timeout=timeout, trust_env=False, limits=httpx2.Limits(max_connections=None))
         body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         response = self._client.post(f"{url.rstrip('/').removesuffix('/v1')}/v1/completions", json={**body, **options})
         if 400 <= response.status_code < 500:
@@ -311,6 +311,7 @@ class ServedFeatures:
         try:
             tensors = load(file.read_bytes())
             hidden_sld, read_ids = tensors["hidden_states"], tensors["token_ids"].tolist()
+            layers = tensors["layers"].tolist()
         except (SafetensorError, KeyError) as error:
             raise UserError(f"{file}, written by a server of features, is damaged ({reason(error)})") from None
         if file.parent == self.answers:
@@ -319,7 +320,8 @@ class ServedFeatures:
             read_ids = [*read_ids[: len(ids)], ids[-1]][: len(ids)]
         expected = (len(ids), len(self._served), self._hidden_size)
         wrong = (
-            ("other tokens than were sent" if read_ids != ids else "")
+            ("" if layers == list(self._served) else f"the layers {layers}, not {list(self._served)}")
+            or ("other tokens than were sent" if read_ids != ids else "")
             or ("" if hidden_sld.shape == expected else f"the shape {list(hidden_sld.shape)}, not {list(expected)}")
             or ("" if hidden_sld.dtype == self._target.dtype else f"{hidden_sld.dtype}, not {self._target.dtype}")
             or ("" if hidden_sld.isfinite().all() else "values that are not finite")

@@ -51,6 +51,8 @@ def server_command(recipe: Recipe) -> list[str]:
     """
     urls = recipe.data.features.server.urls
     port = (urlsplit(urls[0]).port if urls else None) or 8000
+    recipe = recipe.model_copy(deep=True)
+    recipe.data.distill.model = None  # the target itself is served, not the copy of it that answers
     words = ["python", "-m", "vllm.entrypoints.openai.api_server", *loading_words(recipe, "vllm")]
     return [*words, *command_line({**server_arguments(recipe), "served_model_name": SERVED_NAME, "port": port})]
 

@@ -144,6 +144,7 @@ def fill_from_servers(
         UserError: A server does not answer, refuses a row, or serves another target or other layers.
     """
     served = ServedFeatures(recipe, tokens, load_ends(recipe.target), index.layers, cache)
+    served.sweep()
     served.check_servers()
     ahead = recipe.data.features.server.in_flight
     for shard in shards:

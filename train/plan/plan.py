@@ -200,6 +200,8 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_di
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
+    if chosen.source == "server" and not chosen.server.keep:
+        return Line(what, 0, "bytes", "data.features.server.keep is false: rows from servers are not stored")
     layers, size = len(required_layers(cost.drafter)), cost.drafter.config.hidden_size
     token_bytes = layers * size * getattr(torch, chosen.dtype).itemsize
     how = f"{layers} feature layers x {size} in {chosen.dtype}"

@@ -68,19 +68,31 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def drafter_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options to build the drafter with: `init: random` if it gets the first process's weights."""
+    """Return the options to build the drafter with in this process, which may have no layers of the target."""
+    reads_layers = starts_from_layers(recipe) and _is_first()
+    online = recipe.data.features.source == "online"
+    return recipe.drafter.options if online or reads_layers else options_without_layers(recipe)
+
+
+def options_without_layers(recipe: Recipe) -> dict[str, Any]:
+    """Return the options to build a drafter with for a target without layers: with `init: random`, if there is `init`.
+
+    Other weights replace the random ones: those that `drafter.init` names, or the first process's.
+    """
     options = recipe.drafter.options
-    if recipe.data.features.source == "online" or not starts_from_layers(recipe) or _is_first():
-        return options
-    return {**options, "init": "random"}
+    return {**options, "init": "random"} if "init" in _option_fields(recipe) else options
 
 
 def starts_from_layers(recipe: Recipe) -> bool:
     """Return whether the drafter's first weights are those of decoder layers of the target."""
-    options = load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
+    options = _option_fields(recipe)
     if recipe.drafter.init is not None or "init" not in options:
         return False
     return recipe.drafter.options.get("init", options["init"].default) == "target"
+
+
+def _option_fields(recipe: Recipe) -> dict[str, Any]:
+    return load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
 
 
 @torch.no_grad()

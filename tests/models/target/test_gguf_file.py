@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from draftsmith.errors import UserError
 from draftsmith.models.target import gguf_file
 from draftsmith.models.target.gguf_file import converted_folder
-from draftsmith.models.target.loading import load_target, weights_hash
+from draftsmith.models.target.loading import load_ends, load_target, weights_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 TOKENIZER = tiny_tokenizer(CHATML)
@@ -45,6 +45,10 @@ def test_logits_equal_those_of_the_model(recipe: TargetRecipe) -> None:
     assert target.dtype == torch.float32
     assert tokenizer.chat_template == CHATML
     assert (tokenizer.eos_token, tokenizer.decode(tokenizer("Hi, you").input_ids)) == ("</s>", "Hi, you")
+    ends = load_ends(recipe)
+    assert torch.equal(ends.lm_head.weight, target.lm_head.weight)
+    assert torch.equal(ends.model.norm.weight, target.model.norm.weight)
+    assert len(ends.model.layers) == 0
 
 
 def test_quantized_weights_are_unpacked_without_a_warning(

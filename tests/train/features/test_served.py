@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.feature_server import FeatureServer, feature_server
 from support.tiny_runs import LENGTHS, have_equal_weights, history_of, save_target, tiny_run, weights_of
 
@@ -20,10 +21,13 @@ from draftsmith.errors import UserError
 from draftsmith.models.target.features import final_norm
 from draftsmith.models.target.loading import load_ends, load_target
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TargetRecipe
+from draftsmith.train.drafter import trainer
 from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features import served
 from draftsmith.train.features.cache import FeatureIndex
+from draftsmith.train.features.serving import server_command
 from draftsmith.train.features.write import project_features, write_features
 
 LAYERS = (1, 3, 4)  # of the drafter's [1, 3, -1]
@@ -65,10 +69,22 @@ def test_training_equals_online(server: FeatureServer, tmp_path: Path) -> None:
     train_drafter(recipe)
     for mine, other in zip(history_of(recipe), history_of(online), strict=True):
         assert mine.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
-    for name, value in weights_of(online).items():
-        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
+    for name, value in weights_of(online).items():  # a tenth of what AdamW moves a weight by in a step
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-4, rtol=0)
     assert server.requests == 1 + 2 * len(LENGTHS)
     assert list((tmp_path / "served").iterdir()) == []
+
+
+def test_training_starts_from_a_trained_drafter(server: FeatureServer, tmp_path: Path) -> None:
+    """Its layers are the trained drafter's, so that the target's are not needed."""
+    first, online = tiny_run(tmp_path, "first", train=EPOCHS), tiny_run(tmp_path, "online", train=EPOCHS)
+    train_drafter(first)
+    recipe = served_run(tmp_path, "served", server.url)
+    online.drafter.init = recipe.drafter.init = str(RunFolder(first).drafter)
+    train_drafter(online)
+    train_drafter(recipe)
+    for name, value in weights_of(online).items():
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-4, rtol=0)
 
 
 def test_workers_of_the_loader_ask_for_the_same_rows(server: FeatureServer, tmp_path: Path) -> None:
@@ -168,7 +184,7 @@ def test_answers_without_features_are_asked_for(
         run_distill(distilled_run(tmp_path, server.url, "other"))
 
 
-@pytest.mark.parametrize("fault", ["busy", "unwritten", "dead"])
+@pytest.mark.parametrize("fault", ["busy", "unwritten", "dead", "hang"])
 def test_another_server_takes_over(
     fault: str, server: FeatureServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +193,7 @@ def test_another_server_takes_over(
     train_drafter(whole)
     with feature_server(server._target, LAYERS, tmp_path / "served") as second:
         second.fault, second.fault_from = fault, 4
+        second.fault_until = 5 if fault == "hang" else second.fault_until
         recipe = served_run(tmp_path, "two", server.url, second.url)
         train_drafter(recipe)
     assert have_equal_weights(whole, recipe)
@@ -186,10 +203,10 @@ def test_another_server_takes_over(
 def test_slow_server_is_named(
     server: FeatureServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(served, "WORTH_SAYING_S", 0.02)
+    monkeypatch.setattr(trainer, "WORTH_SAYING_S", 0.02)
     server.fault = "slow"
     report = train_drafter(served_run(tmp_path, "run", server.url))
-    assert f"waiting for features from {server.url}\n" in capsys.readouterr().out
+    assert re.search(rf"a step waited \d+ s for features from {server.url}\n", capsys.readouterr().out)
     assert re.search(r" tokens/s \(\d+% of the time waiting for rows\); ", report.sentence())
 
 
@@ -213,6 +230,7 @@ def test_stopped_training_resumes_to_the_same_weights(server: FeatureServer, tmp
         ("nan", "has values that are not finite"),
         ("short", r"has the shape \[\d+, 3, 32\], not \[\d+, 3, 32\]"),
         ("layers", r"has the shape \[\d+, 2, 32\], not \[\d+, 3, 32\]"),
+        ("inner", r"has the layers \[1, 4, 4\], not \[1, 3, 4\]: start the server by the command that"),
         ("dtype", "has torch.float16, not torch.float32"),
         ("damaged", "is damaged"),
         ("nothing", "writes no hidden states: start the server by the command that"),
@@ -239,14 +257,32 @@ def test_start_proves_the_target(server: FeatureServer, tmp_path: Path) -> None:
         served_run(tmp_path, "none")
 
 
+def test_server_is_started_with_the_targets_dtype(tmp_path: Path) -> None:
+    """Not with that of the copy that answers."""
+    recipe = served_run(tmp_path, "run", "http://127.0.0.1:9")
+    recipe.data.distill.model = "its/copy"
+    words = server_command(recipe)
+    assert words[words.index("--dtype") + 1] == "float32"
+
+
+@pytest.mark.parametrize(("rows", "in_flight", "workers"), [(8, 32, 4), (4, 32, 8), (1, 32, 16)])
+def test_loader_workers_have_the_rows_in_flight(rows: int, in_flight: int, workers: int, tmp_path: Path) -> None:
+    """Each asks for one micro-batch at a time, whose rows are known once the global batch is split."""
+    recipe = served_run(tmp_path, "run", "http://127.0.0.1:9", in_flight=in_flight)
+    recipe.train = {"global_batch_size": 16, "per_device_train_batch_size": rows}
+    assert recipe_arguments(recipe).dataloader_num_workers == workers
+
+
 def test_old_files_that_nobody_read_are_swept(server: FeatureServer, tmp_path: Path) -> None:
-    old, new = (tmp_path / "served" / f"{name}.safetensors" for name in ("old", "new"))
-    for file in (old, new):
+    old, new, model = (tmp_path / "served" / f"{name}.safetensors" for name in ("cmpl-old", "cmpl-new", "model"))
+    for file in (old, new, model):
         file.touch()
-    os.utime(old, (time.time() - 2 * served.ORPHAN_AGE_S,) * 2)
+    for file in (old, model):
+        os.utime(file, (time.time() - 2 * served.ORPHAN_AGE_S,) * 2)
     train_drafter(served_run(tmp_path, "run", server.url))
     assert not old.exists()
     assert new.exists()
+    assert model.exists()
 
 
 def test_ends_are_the_targets(tmp_path: Path) -> None:
@@ -258,3 +294,20 @@ def test_ends_are_the_targets(tmp_path: Path) -> None:
     assert torch.equal(ends.get_output_embeddings().weight, whole.get_output_embeddings().weight)
     assert torch.equal(ends.get_input_embeddings().weight, whole.get_input_embeddings().weight)
     assert torch.equal(final_norm(ends).weight, final_norm(whole).weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied"),
+    [
+        ({"lm_head.weight": torch.float8_e4m3fn, "lm_head.weight_scale_inv": torch.float32}, False),
+        ({"lm_head.qweight": torch.int32, "lm_head.scales": torch.float16}, True),
+    ],
+)
+def test_quantised_ends_are_refused(changes: dict[str, torch.dtype], tied: bool, tmp_path: Path) -> None:
+    """An FP8 weight would be read without its scale, and the embedding in the place of a packed head."""
+    folder = save_target(tmp_path / "target", tie_word_embeddings=tied)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensors.get(name, torch.ones(1)).to(dtype) for name, dtype in changes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"has no unquantised lm_head\.weight, which training on features"):
+        load_ends(TargetRecipe(model=str(folder), device="cpu"))

@@ -146,6 +146,10 @@ def test_size_of_the_feature_cache(tmp_path: Path) -> None:
     (line,) = make_plan(with_teacher, GIVEN).disk
     assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
     assert "are free on that disk; training online needs none of it" in line.how
+    served = with_teacher.model_copy(deep=True)
+    served.data.features.source = "server"
+    (line,) = make_plan(served, GIVEN).disk
+    assert (line.amount, "rows from servers are not stored" in line.how) == (0, True)
     with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
     (line,) = make_plan(with_teacher, GIVEN).disk
     assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
