@@ -68,6 +68,7 @@ def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool)
         kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
         config = AutoConfig.for_model(**drafter.config.layers_of, **{key: getattr(config, key, None) for key in kept})
     config.num_hidden_layers, config.tie_word_embeddings = len(drafter.layers), tied
+    config.intermediate_size = drafter.config.layers_of["intermediate_size"]
     if getattr(config, "sliding_window", None):  # the target's, which the drafter's layers do not take over
         config.sliding_window = None
     if getattr(config, "layer_types", None):

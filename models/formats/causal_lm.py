@@ -79,11 +79,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: Its layers are of another shape than the target's.
     """
     keys = checkpoint.keys
-    kind, _, _ = read_layers(checkpoint, target_config, with_own_rope=False)
+    of_parallel = keys.get("pard_token") is not None
+    kind, own, _ = read_layers(checkpoint, target_config, with_own_rope=False, with_own_width=of_parallel)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
     borrowed = take_borrowed(state)
-    options: dict[str, Any] = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind}
-    if keys.get("pard_token") is None:
+    options: dict[str, Any] = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **own}
+    if not of_parallel:
         return Parameters("draft_model", options, state, borrowed)
     mask, embedding = keys.whole("pard_token"), borrowed.get("embed_tokens")
     if embedding is None or embedding.ndim != 2 or mask >= len(embedding):

@@ -312,17 +312,23 @@ def read_layers(
     target_config: Mapping[str, Any],
     kinds: Collection[str] = ("target", *OTHER_KINDS),
     with_own_rope: bool = True,
+    with_own_width: bool = False,
 ) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Return the kind of a foreign checkpoint's layers, one of `kinds`, their option `rope`, and the assumptions made.
+    """Return the kind of a foreign checkpoint's layers, one of `kinds`, their own options, and the assumptions made.
 
     Args:
         with_own_rope: Our drafters of this layout may have another RoPE than the target. A kind with the target's is
             preferred.
+        with_own_width: Our drafters of this layout may have MLPs of another width than the target's.
 
     Raises:
         UserError: The checkpoint's layers do not have the target's shape, or it has another vocabulary.
     """
     keys = checkpoint.keys
+    if with_own_width and (width := keys.whole("intermediate_size", 1)) != target_config.get("intermediate_size"):
+        of_width = {**target_config, "intermediate_size": width}
+        kind, options, assumed = read_layers(checkpoint, of_width, kinds, with_own_rope)
+        return kind, {**options, "intermediate_size": width}, assumed
     model_type, fits, differences = keys.get("model_type"), list[tuple[str, bool]](), list[str]()
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
     for kind in kinds:

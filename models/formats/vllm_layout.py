@@ -113,7 +113,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: The checkpoint was made for a target of another shape.
     """
     keys = checkpoint.keys
-    kind, rope, assumed = read_layers(checkpoint, target_config)
+    kind, own, assumed = read_layers(checkpoint, target_config, with_own_width=True)
     state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
     state.pop("target_norm.weight", None)
     long_names = {short: ours for ours, short in SHORT_NAMES.items()}
@@ -124,7 +124,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         state["fuse.weight"] = torch.cat([state.pop(name) for name in names], dim=1)
     if keys.flag("shared_mask") and "masks" in state and state["masks"].ndim:
         state["masks"] = state["masks"][:1]
-    options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **rope}
+    options = {"num_layers": keys.whole("num_hidden_layers", 1), "layers": kind, **own}
     options |= {option: keys[option] for option in OPTIONS if option in keys}
     options["markov_rank"] = keys.whole("markov_rank") if "markov_rank" in keys else 0
     options["sliding_window"] = window_of(keys)

@@ -70,6 +70,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "num_masks": 2,
             "feature_layers": [2, 4, -1],
+            "intermediate_size": 384,
             "markov_rank": 32,
             "draft_vocab_size": 1000,
             "first_token": False,
@@ -88,7 +89,11 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "parallel-embedding": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "first_token": False}),
-    "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
+    "pard": (
+        "parallel",
+        "vllm",
+        {"num_masks": 2, "inputs": "embedding", "shared_mask": True, "intermediate_size": 384},
+    ),
     "dflash2": ("dflash2", "vllm", {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8}),
     "speculators-dflash": ("dflash", "speculators", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
     "speculators-dflash2": ("dflash2", "speculators", {"block_size": 4, "num_layers": 1, "selector_rank": 16}),

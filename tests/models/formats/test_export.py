@@ -37,10 +37,10 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 FEATURES = {"feature_layers": [1, 2, 3]}
-PARD = {"inputs": "embedding", "shared_mask": True}
+PARD = {"inputs": "embedding", "shared_mask": True, "intermediate_size": 24}
 PARALLEL = {
     "num_masks": 3, "num_layers": 2, "feature_layers": [1, -1], "mask_residual": True, "draft_vocab_size": 20,
-    "markov_rank": 5, "first_token": False,
+    "markov_rank": 5, "first_token": False, "intermediate_size": 24,
 }  # fmt: skip
 EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", "llama", {}),
