@@ -31,7 +31,8 @@ def engine_result(target: Any, drafter: Any) -> tuple[ArmResult, float]:
         lengths += answer.draft_lengths
         depths += [DEPTH] * answer.rounds  # an engine drafts for the last token too
         committed += sum(answer.accept_lengths)
-    result.counts = DraftCounts.of_rounds(lengths, depths)
+    by_depth = tuple(sum(length > place for length in lengths) for place in range(DEPTH))
+    result.counts = DraftCounts(len(lengths), sum(depths), sum(lengths), by_depth)
     return result, committed / len(lengths)
 
 
