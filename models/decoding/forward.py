@@ -18,7 +18,6 @@ features, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +43,6 @@ from draftsmith.models.kernels.cpu_layers import MOST_CALL_ROWS, CpuTarget
 from draftsmith.models.kernels.fused_projections import fuse_projections
 from draftsmith.models.target.features import FeatureTap
 from draftsmith.models.target.windows import Masks, get_windows, has_recurrent_layers
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,13 +168,13 @@ class Forward:
             logits, features = self._call(tokens, [length + depth for depth in depths], first, parents=parents)
             return logits, self._features(features)
         # Beyond a sliding window each type of layer has its own mask, for which nothing was compiled.
-        size = 0 if self.compiler is None or slides else self._size_of(num_rows)
+        size = 0 if self.compiler is None or slides or not self._graphs.works else self._size_of(num_rows)
         width = size or len(parents)
         numbers = torch.zeros(num_rows, 2 + width, dtype=torch.int64)
         numbers[:, 0], numbers[:, 1] = torch.tensor(depths) + length, length
         numbers[:, 2 : 2 + len(parents)] = seen_nodes(parents, num_rows)
-        if size and (results := self._run_compiled(tokens, drafted, numbers, size)) is not None:
-            return results
+        if size:
+            return self._run_compiled(tokens, drafted, numbers, size)
         ids, numbers = to_device(list(tokens), self.device), to_device(numbers, self.device)
         if drafted is not None:
             ids = torch.cat([ids, drafted])
@@ -254,19 +251,11 @@ class Forward:
 
     def _run_compiled(
         self, tokens: Sequence[int], drafted: Tensor | None, numbers: Tensor, size: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """Run `size` rows, the first with these numbers; None where the model cannot be compiled, and need not be."""
-        assert self.compiler is not None
+    ) -> tuple[Tensor, Tensor]:
+        """Run `size` rows, the first with these numbers."""
         num_rows = len(numbers)
         ids = [for_device(list(tokens), self.device), *([] if drafted is None else [drafted])]
-        try:
-            logits, features = self._graphs(size, ids, for_device(numbers, self.device))
-        except UserError as error:
-            if self.compiler.must:
-                raise
-            logger.warning("%s; running without compilation", str(error).partition(": use eval.compile")[0])
-            self.compiler = None
-            return None
+        logits, features = self._graphs(size, ids, for_device(numbers, self.device))
         return logits[:num_rows], self._features(features[:num_rows].clone())  # drafters keep them
 
     def _compile(self) -> None:
@@ -287,7 +276,7 @@ class Forward:
             return logits, tap.take()[0]
 
         what = f"target {model.config.name_or_path or type(model).__name__}"
-        self._graphs = Graphs(run, what, self.device, self.compiler.backend, must=True)
+        self._graphs = Graphs(run, what, self.device, self.compiler.backend, self.compiler.must)
 
 
 class TreeCacheLayer(CacheLayerMixin):
