@@ -4,13 +4,9 @@ data/README.md     for people, and for the Hub: with its front matter the folder
 data/card.json     the same, and the ids of the contaminated conversations, for programs
 """
 
-import hashlib
-import heapq
 import json
-import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -22,7 +18,6 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
-from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
@@ -37,8 +32,6 @@ from draftsmith.recipes.schema import Recipe
 
 CARD = "README.md"
 SHARD_CONVERSATIONS = 20_000  # of a published file
-SAMPLES = 5
-SHOWN_CHARS = 600
 WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "invalid": "invalid",
     "repaired": "repaired",
@@ -92,14 +85,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     distilled: Counter[str] = Counter()
     shortened: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def counted() -> Iterator[Conversation]:
-        for made in view.distilled():
-            source = made.source or UNKNOWN_SOURCE
-            distilled[source] += 1
-            shortened[source].update([made.shortened] if made.shortened else [])
-            yield made
-
-    samples = _choose_samples(counted())
+    for made in view.distilled():
+        source = made.source or UNKNOWN_SOURCE
+        distilled[source] += 1
+        shortened[source].update([made.shortened] if made.shortened else [])
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
     report = recorded_report(folder / "tokens")
@@ -142,7 +131,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
-    _write_card(folder, values, samples)
+    _write_card(folder, values)
     return folder / CARD
 
 
@@ -181,15 +170,10 @@ def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], 
         own = values["answered_by"] == values["target"]["model"]
         values["target"]["model"] = base_model
         values["answered_by"] = base_model if own else values["answered_by"]
-    _write_card(folder, {**values, "licences": licences}, _choose_samples(view.distilled()))
+    _write_card(folder, {**values, "licences": licences})
 
 
-def _choose_samples(conversations: Iterator[Conversation]) -> list[Conversation]:
-    """Choose conversations by a hash of the id, so that they stay the same when others are added."""
-    return heapq.nsmallest(SAMPLES, conversations, key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
-
-
-def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation]) -> None:
+def _write_card(folder: Path, values: dict[str, Any]) -> None:
     """Write `card.json` and the card. Its front matter has what a reader of the Hub searches for."""
     conversations, licences = sum(row["distilled"] for row in values["sources"].values()), values.get("licences", {})
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
@@ -211,9 +195,9 @@ def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation
         },
     ).to_yaml()
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
+    environment.filters["cell"] = _cell
     template = environment.from_string(Path(__file__).with_name("data_card.md.j2").read_text(encoding="utf-8"))
-    more = {"what_became": WHAT_BECAME, "front_matter": front_matter, "samples": samples}
+    more = {"what_became": WHAT_BECAME, "front_matter": front_matter}
     write_atomically(folder / CARD, template.render({"licences": licences, **values, **more}))
 
 
@@ -236,15 +220,6 @@ def _lengths(tokens: list[int]) -> dict[str, float]:
     median, high = np.quantile(tokens, [0.5, 0.95]).tolist()
     total = sum(tokens)
     return {"total": total, "mean": total / len(tokens), "median": median, "95 %": high, "longest": max(tokens)}
-
-
-def _fenced(turn: Turn) -> str:
-    """Return a turn's text, unchanged but for its length, in a Markdown fence longer than any in the text."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
-    text = "\n".join([text for text in (turn.reasoning_content, turn.content) if text] + calls)
-    text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
-    return f"{fence}text\n{text}\n{fence}"
 
 
 def _cell(value: Any) -> str:

@@ -64,7 +64,7 @@ def test_password_reaches_only_the_server(
     mine = tmp_path / "mine.yaml"
     data = {
         "conversations": {"source": str(questions)},
-        "distill": {"engine": "openai", "options": {"extensions": False}, "max_new_tokens": 32},
+        "distill": {"engine": "openai", "max_new_tokens": 32},
     }
     mine.write_text(yaml.safe_dump({"name": "x", "runs_dir": str(tmp_path / "runs"), "data": data}))
 
