@@ -36,7 +36,6 @@ WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "invalid": "invalid",
     "repaired": "repaired",
     "contaminated": "contaminated",
-    "filtered": "filtered",
     "shortened": "shortened",
     "unread_keys": "key not read",
 }
@@ -54,8 +53,8 @@ class CardSource(Tally):
 
     @property
     def left_out(self) -> int:
-        """Return the number of records that were duplicates, filtered out or invalid."""
-        return self.duplicates + sum(self.filtered.values()) + sum(self.invalid.values())
+        """Return the number of records that were duplicates or invalid."""
+        return self.duplicates + sum(self.invalid.values())
 
 
 @dataclass
@@ -113,7 +112,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "contaminated_ids": counts.contaminated_ids,
         "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
         "selection": recipe.data.conversations.model_dump(
-            include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
+            include={"limit", "split", "heldout_frac", "contamination_words"}
         ),
         "engine": recipe.data.distill.model_dump(exclude={"options", "model"})
         | {"seed": recipe.seed, "weights": weights},

@@ -57,7 +57,7 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert (b["read"], b["duplicates"], b["contaminated"], b["kept"]) == (4, 1, {"is a question": 1}, 2)
     for row in (a, b):
         out = sum(row[name] if isinstance(row[name], int) else sum(row[name].values())
-                  for name in ("invalid", "duplicates", "other_split", "contaminated", "filtered"))  # fmt: skip
+                  for name in ("invalid", "duplicates", "other_split", "contaminated"))  # fmt: skip
         assert row["read"] == out + row["kept"]
         assert row["kept"] == row["distilled"] + row["without_answer"]
     assert values["failed"] == {"a | b\nc": 1}
@@ -65,8 +65,8 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert list(values["contaminated_ids"].values()) == ["q.jsonl:7"]
     assert values["engine"]["temperature"] == 0.7
     assert values["engine"]["weights"] == "abc"
-    assert "| a | 8 | 0 | 0 | 0 | 0 | 0 | 8 | 7 | " in text
-    assert "| b | 4 | 0 | 1 | 0 | 1 | 0 | 2 | 2 | " in text
+    assert "| a | 8 | 0 | 0 | 0 | 0 | 8 | 7 | " in text
+    assert "| b | 4 | 0 | 1 | 0 | 1 | 2 | 2 | " in text
     assert "| contaminated | b | is a question | 1 |" in text
     assert b["unread_keys"] == {"m|n": 4}
     assert "| key not read | b | m\\|n | 4 |" in text
