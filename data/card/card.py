@@ -40,7 +40,6 @@ WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "unread_keys": "key not read",
 }
 UNKNOWN_SOURCE = "no longer in the sources"
-HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 
 @dataclass
@@ -174,24 +173,14 @@ def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], 
 
 def _write_card(folder: Path, values: dict[str, Any]) -> None:
     """Write `card.json` and the card. Its front matter has what a reader of the Hub searches for."""
-    conversations, licences = sum(row["distilled"] for row in values["sources"].values()), values.get("licences", {})
+    licences = values.get("licences", {})
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     front_matter = DatasetCardData(
         license=sorted(set(licences.values())) or None,
         pretty_name=values["name"],
         task_categories=["text-generation"],
-        size_categories=[next((name for limit, name in HUB_SIZES if conversations < limit), "n>1M")],
         tags=["draftsmith", "self-distillation", "speculative-decoding"],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": [f"{SHARDS}/*.jsonl"]}]}],
-        distilled={
-            "answered_by": values["answered_by"],
-            "target": values["target"],
-            **values["engine"],
-            "chat_template_sha256": values["hashes"]["chat_template"],
-            "conversations": conversations,
-            "answer_tokens": values["tokens"]["answer"]["total"],
-            "files_sha256": values["hashes"]["data_files"],
-        },
     ).to_yaml()
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["cell"] = _cell

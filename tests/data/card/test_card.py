@@ -98,7 +98,6 @@ def test_card_holds_the_hashes_of_shards(tmp_path: Path) -> None:
 def test_hub_reads_the_card(tmp_path: Path) -> None:
     text, _ = write_card(tmp_path)
     card = DatasetCard(text)
-    assert card.data.size_categories == ["n<1K"]
     assert card.data.to_dict()["configs"] == [
         {"config_name": "default", "data_files": [{"split": "train", "path": ["shards/*.jsonl"]}]}
     ]
