@@ -96,12 +96,6 @@ class ConversationsRecipe(SourceRecipe):
         description="question files; conversations that contain one of their questions are left out. By default "
         "the file of `eval.questions`; [] for none",
     )
-    contamination_words: int = Field(
-        13,
-        ge=5,
-        description="leave out a conversation that shares this number of consecutive words with a question of "
-        "`decontaminate`",
-    )
 
     @field_validator("split", mode="before")
     @classmethod

@@ -21,6 +21,7 @@ _SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
     "data.conversations.columns.input": Removed("name it after the first column, as `prompt: [instruction, input]`"),
+    "data.conversations.contamination_words": Removed("leave it out: 13, as in GPT-3's paper", unset=(13,)),
     "data.conversations.filters": Removed("filter the file before distilling", unset=({},)),
     "data.conversations.filters.languages": Removed("filter the file before distilling", unset=([],)),
     "data.conversations.filters.min_turns": Removed("filter the file before distilling", unset=(1,)),

@@ -110,9 +110,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "failed": dict(view.failed),
         "contaminated_ids": counts.contaminated_ids,
         "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
-        "selection": recipe.data.conversations.model_dump(
-            include={"limit", "split", "heldout_frac", "contamination_words"}
-        ),
+        "selection": recipe.data.conversations.model_dump(include={"limit", "split", "heldout_frac"}),
         "engine": recipe.data.distill.model_dump(exclude={"options", "model"})
         | {"seed": recipe.seed, "weights": weights},
         "hashes": {

@@ -148,10 +148,9 @@ class _Selection:
 
     def __init__(self, recipe: Recipe, counts: SourceCounts) -> None:
         self._recipe, self._counts = recipe, counts
-        conversations = recipe.data.conversations
         self._keeps_answers = recipe.data.distill.engine == "none"
         self._seen: set[bytes] = set()
-        self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
+        self._contamination = Contamination(question_sources(recipe))
 
     def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
         """Yield the conversations of one source that are not left out, at most as many as its own limit."""
