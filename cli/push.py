@@ -15,9 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.cli.console import console
@@ -55,6 +57,7 @@ def push(
     public: bool = False,
     base_model: str | None = None,
     license_id: str | None = None,
+    dtype: torch.dtype | None = None,
     data: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def push(
             console.print(
                 "The target's card names no licence, so the drafter's has none: --license sets one", markup=False
             )
-        _stage(recipe, Publication(folder, repo, base_model, licence))
+        _stage(recipe, Publication(folder, repo, base_model, licence), dtype)
     sizes = {name: file.stat().st_size for name, file in _checked_files(recipe, folder).items()}
     console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
@@ -148,11 +151,12 @@ def default_name(recipe: Recipe, base_model: str | None = None, data: bool = Fal
     return f"{target}-{method}"
 
 
-def _stage(recipe: Recipe, card: Publication) -> None:
+def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None:
     """Collect the drafter's files in the card's folder.
 
     Args:
         card: Card whose `exports` are filled in here.
+        dtype: Dtype of the weights; None: unchanged.
     """
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -160,6 +164,8 @@ def _stage(recipe: Recipe, card: Publication) -> None:
         _add(file, folder / file.name)
     for name in ("config.json", TRAINING_FILE):
         _add(run.drafter / name, folder / name, "restore it, or train again")
+    if dtype is not None:
+        _convert(folder, dtype)
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
@@ -169,6 +175,22 @@ def _stage(recipe: Recipe, card: Publication) -> None:
     for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
         card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
+
+
+def _convert(folder: Path, dtype: torch.dtype) -> None:
+    """Replace the linked weights by copies in another dtype, and update dtype and hashes in the JSON files."""
+    for file in folder.glob("*.safetensors"):
+        weights = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in load_file(file).items()
+        }
+        file.unlink()
+        save_file(weights, file, {"format": "pt"})
+    for name, key, value in (
+        ("config.json", "dtype", str(dtype).removeprefix("torch.")),
+        (TRAINING_FILE, "weights_sha256", weights_sha256(folder)),
+    ):
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        _write(folder / name, {**values, key: value})
 
 
 def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str:
