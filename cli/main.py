@@ -393,7 +393,9 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="Format: vllm, sglang or gguf.")] = "vllm",
+    to: Annotated[
+        str, typer.Option("--to", help="Format: vllm, sglang, speculators, gguf, eagle, medusa or hydra.")
+    ] = "vllm",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Folder to write; default: export/FORMAT in the run folder.")
     ] = None,

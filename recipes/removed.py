@@ -59,7 +59,6 @@ REMOVED: dict[str, Removed] = {
     "drafter.kind=lilicorr": Removed("use dflash2"),
     "export.to=eagle": Removed("export to vllm or sglang"),
     "export.to=medusa": Removed("export to vllm"),
-    "export.to=speculators": Removed("export to vllm, which loads the same drafter"),
     "export.to=hydra": Removed("no engine serves Hydra; `draftsmith serve` does"),
     **{f"recipe=embedded-{kind}": Removed(f"use `quickstart drafter.kind={kind}`") for kind in _KINDS},
     **{f"recipe={_SMOLLM2}-{kind}": Removed(f"use `{_SMOLLM2} drafter.kind={kind} {_REDUCED}`") for kind in _KINDS},

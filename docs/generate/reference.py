@@ -32,7 +32,7 @@ ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 TABLE_HEAD = ("| key | is | default | what it means |", "|---|---|---|---|")
 # Formats whose every kind a test runs in a real engine.
-RUN_IN_TESTS = {"vllm": "run in vLLM", "gguf": "run in llama.cpp"}
+RUN_IN_TESTS = {"vllm": "run in vLLM", "speculators": "run in vLLM", "gguf": "run in llama.cpp"}
 
 
 def filled(page: str) -> str:

@@ -9,8 +9,9 @@ vLLM has read it from `dflash_config`, and by default takes layers with a window
 reads only `is_causal`. TorchSpec and AngelSpec have other names and keys: `_from_torchspec`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from draftsmith.models.formats.layout import (
     no_scaled_embeddings,
     only,
     renamed,
+    speculators_keys,
     window_keys,
 )
 from draftsmith.models.formats.reading import (
@@ -62,6 +64,7 @@ DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selecto
 TORCHSPEC_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
 # Their trainers take the size of a block as an argument, and write it nowhere: the values of their configs.
 TORCHSPEC_BLOCK, ANGELSPEC_DSPARK_BLOCK = 16, 7
+SPECULATORS_RULES = (only("causal", False, "in the library's blocks every row sees every row"),)
 SGLANG_RULES = (
     only("draft_vocab_size", None, "SGLang reads blocks through the target's whole LM head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
@@ -86,6 +89,27 @@ def to_dflash2(drafter: Drafter) -> Checkpoint:
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= {key: getattr(drafter.config, key) for key in DFLASH2_KEYS}
     return Checkpoint(config, _tensors(drafter))
+
+
+def to_speculators(drafter: Drafter, write: Callable[[Drafter], Checkpoint], architecture: str) -> Checkpoint:
+    """Convert a drafter for the speculators library, with the same tensors; vLLM reads this config too."""
+    ours, written = drafter.config, write(drafter)
+    layers = dict(written.config)
+    own = layers.pop("dflash_config")
+    for key in ("is_causal", "block_size", "num_target_layers", "architectures"):
+        del layers[key]
+    config = {
+        "architectures": [architecture],
+        **speculators_keys(drafter, layers),
+        "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
+        "block_size": ours.block_size,
+        "aux_hidden_state_layer_ids": list(ours.feature_layers),
+        "mask_token_id": ours.mask_token_id,
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        **{key: own[key] for key in DFLASH2_KEYS if key in own},
+    }
+    return Checkpoint(config, written.tensors)
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
@@ -199,6 +223,8 @@ def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]
     return Checkpoint(config, renamed(checkpoint.tensors, TORCHSPEC_NAMES, back=True)), assumed
 
 
+_to_library = partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator")
+_to_library2 = partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel")
 EXPORTERS = {
     (kind, to): Exporter(
         write, parameters, rules, method, needs_target=has_draft_vocabulary, in_blocks=True, first_vllm=first_vllm
@@ -208,6 +234,8 @@ EXPORTERS = {
         ("dflash", "sglang", to_dflash, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", ""),
         ("dflash2", "vllm", to_dflash2, DFLASH2_RULES, "dflash", FIRST_DFLASH2),
         ("dflash2", "sglang", to_dflash2, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", ""),
+        ("dflash", "speculators", _to_library, (*DFLASH_RULES, *SPECULATORS_RULES), "dflash", "0.20"),
+        ("dflash2", "speculators", _to_library2, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", FIRST_DFLASH2),
         ("dspark", "vllm", to_dspark, DSPARK_RULES, "dspark", ""),
         ("dspark", "sglang", to_dspark, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", ""),
     )

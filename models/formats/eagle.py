@@ -1,6 +1,6 @@
-"""Layouts of EAGLE, EAGLE-3 and P-EAGLE, as engines read them.
+"""Layouts of EAGLE, EAGLE-3 and P-EAGLE, as engines and the speculators library read them.
 
-Those of the authors' code (SafeAILab/EAGLE) and of the speculators library are imported too, and not written.
+The layouts of the authors' code (SafeAILab/EAGLE) are imported too, and not written.
 
 **EAGLE.** Our tensor names are this layout's: `fc` and one decoder layer without input norm; embedding and head are the
 target's. Readers differ in the bias of `fc`: vLLM silently drops it, SGLang always has one, the authors' code has one
@@ -10,8 +10,10 @@ unless the config says `bias: false`. vLLM reads that key as the attention's bia
 offsets in all layouts; `t2d` is ignored by engines. Engines number the fused layers
 differently: vLLM's ids are ours (0 for the embeddings), SGLang's are one less and in `eagle_config`.
 
-In speculators' config the layers' keys are in `transformer_layer_config`. `norm_before_residual` is always written, as
-its default differs between shapes and readers.
+vLLM reads the speculators library's config too, with the layers' keys and the number of fused layers from
+`transformer_layer_config`; SGLang does not. `norm_before_residual` is always written, as its default differs between
+shapes and readers. The norms of EAGLE-3.1 are written in both places: vLLM reads P-EAGLE's `fc_norm` only from the
+layers' keys.
 """
 
 from collections.abc import Mapping
@@ -26,6 +28,8 @@ from draftsmith.models.formats.layout import (
     NO_ATTENTION_BIAS,
     Exporter,
     Refusal,
+    always,
+    borrowed_head,
     dtype_name,
     has_uncapped_logits,
     llama_config,
@@ -34,6 +38,7 @@ from draftsmith.models.formats.layout import (
     no_scaled_embeddings,
     only,
     renamed,
+    speculators_keys,
     window_keys,
     with_output_biases,
 )
@@ -115,6 +120,28 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
     config["draft_vocab_size"] = drafter.config.draft_vocab_size  # null: the target's head
     config |= _norms(drafter.config)
     return Checkpoint(config, _tensors(drafter, config))
+
+
+def to_speculators(drafter: Drafter) -> Checkpoint:
+    """Convert a drafter for the speculators library, whose class needs an LM head: the target's by default."""
+    written = to_vllm(drafter)
+    layers, has_masks = written.config, "mask_hidden" in written.tensors
+    layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
+    config = {
+        "architectures": ["PEagleSpeculator" if has_masks else "Eagle3Speculator"],
+        **speculators_keys(drafter, layers),
+        **{key: layers.pop(key) for key in ("draft_vocab_size", FEATURE_LAYERS, "norm_before_residual")},
+        **{key: layers[key] for key in NORMS},
+    }
+    tensors = renamed(written.tensors, NAMES, back=True)
+    if has_masks:
+        config["mask_token_id"] = layers.pop("mask_token_id")
+        del layers["pard_token"]
+        tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
+    if "lm_head.weight" not in tensors:
+        line = f"drafter.options.draft_vocab_size={drafter.config.target_config['vocab_size']}"
+        tensors["lm_head.weight"] = borrowed_head(drafter, line)
+    return Checkpoint(config, tensors)
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
@@ -261,6 +288,10 @@ EXPORTERS = {
         to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits, first_vllm="0.16"
     ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
+    ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
+    ("peagle", "speculators"): Exporter(
+        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always, first_vllm="0.16"
+    ),
     ("eagle", "vllm"): Exporter(
         eagle_to_vllm, eagle_parameters, (*EAGLE_RULES, FC_BIAS), "eagle", logits_fit=has_uncapped_logits
     ),

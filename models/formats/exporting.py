@@ -35,6 +35,7 @@ from draftsmith.recipes.schema import Recipe, TargetRecipe
 FORMATS = {
     "vllm": "vLLM 0.32 and 0.33",
     "sglang": "SGLang 0.5.23",
+    "speculators": "speculators, read by vLLM 0.32",
     "gguf": "llama.cpp, as in llama-cpp-python 0.3.36",
 }
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
@@ -194,7 +195,7 @@ def serving_command(config: DrafterConfig, to: str, target: str, folder: str, lo
         loading: Options from `loading_words`.
     """
     exporter, tokens = exporter_of(config, to), drafted_tokens(config)
-    if to == "vllm":
+    if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
         return shlex.join([*words, "--speculative-config", json.dumps(values)])

@@ -108,6 +108,26 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
+def speculators_keys(drafter: Drafter, layers: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that every config of the speculators library has: its kind, its layers, and the target."""
+    kind = drafter.config.kind
+    return {
+        "speculators_model_type": kind,
+        "transformer_layer_config": layers,
+        "tie_word_embeddings": False,
+        "dtype": layers["dtype"],
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted_tokens(drafter.config)}],
+            "verifier": {
+                "name_or_path": drafter.config.target_name_or_path,
+                "architectures": drafter.config.target_config.get("architectures") or [],
+            },
+        },
+    }
+
+
 def always(config: DrafterConfig) -> bool:
     """Return True for every drafter, for `Exporter.needs_target`."""
     return True

@@ -32,7 +32,12 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle3", "sglang"): {
         "architectures": ["LlamaForCausalLMEagle3"], **LLAMA, **NO_BIAS, **ONE_LAYER, **UNTIED,
     },
+    ("eagle3", "speculators"): UNTIED,
     ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
+    ("dflash", "speculators"): {"architectures": ["DFlashSpeculator"], **QWEN3, **NO_BIAS, "sample_from_anchor": False},
+    ("dflash2", "speculators"): {
+        "architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS, "sliding_window_non_causal": True,
+    },
     ("dflash2", "vllm"): {"architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS},
     ("dspark", "vllm"): {
         "architectures": ["Qwen3DSparkModel"], **QWEN3, **NO_BIAS, "sample_from_anchor": True,

@@ -40,6 +40,18 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "vllm",
         {"num_masks": 2, "num_layers": 2, "draft_vocab_size": 1000, "first_token": False},
     ),
+    "speculators-eagle3": (
+        "eagle3",
+        "speculators",
+        {"ttt_steps": 3, "feature_layers": [2, 7], "first_token": False, "norm_before_residual": True},
+    ),
+    "speculators-peagle": ("peagle", "speculators", {"num_masks": 2, "draft_vocab_size": 1000, "first_token": False}),
+    "speculators-normed": (
+        "eagle3",
+        "speculators",
+        {"ttt_steps": 3, "norm_before_fc": True, "norm_output": True, "first_token": False},
+    ),
+    "speculators-peagle-normed": ("peagle", "speculators", {"num_masks": 2, "fc_norm": True, "first_token": False}),
     "dflash": ("dflash", "vllm", {"block_size": 4, "num_layers": 2}),
     "dflash-reduced": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
     "dflash-window": ("dflash", "vllm", {"block_size": 4, "num_layers": 1, "sliding_window": 24}),
@@ -78,6 +90,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "parallel-embedding": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "first_token": False}),
     "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
     "dflash2": ("dflash2", "vllm", {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8}),
+    "speculators-dflash": ("dflash", "speculators", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
+    "speculators-dflash2": ("dflash2", "speculators", {"block_size": 4, "num_layers": 1, "selector_rank": 16}),
     "dspark": ("dspark", "vllm", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
     "dspark-reduced": ("dspark", "vllm", {"block_size": 3, "num_layers": 1, "draft_vocab_size": 1000}),
 }

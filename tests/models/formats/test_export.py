@@ -66,6 +66,9 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_fc": True}),
     ("eagle", "sglang", "llama", {"fc_bias": True}),
     ("draft_model", "sglang", "qwen2", {}),
+    ("eagle3", "speculators", "qwen3", {"draft_vocab_size": 20, "feature_layers": [1, 3]}),
+    ("eagle3", "speculators", "llama", {"norm_before_fc": True, "norm_output": True, "sliding_window": 9}),
+    ("peagle", "speculators", "llama", {"num_layers": 2}),
     ("dflash", "vllm", "llama", {"feature_layers": [1, 3], "mask_token_id": 5, "causal": True}),
     ("dflash", "vllm", "qwen2", {"num_layers": 2, "block_size": 4, "sliding_window": 9}),
     ("dflash", "vllm", "phi3", {}),
@@ -73,6 +76,8 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash", "sglang", "llama", {}),
     ("dflash2", "vllm", "llama", {"selector_rank": 5, "selector_top_k": 4, "conv_group_size": 8}),
     ("dflash2", "sglang", "qwen3", {"selector_rank": 5, "conv_kernel_size": 3, "sliding_window": 9}),
+    ("dflash", "speculators", "llama", {"draft_vocab_size": 20, "num_layers": 2, "feature_layers": [1, 3]}),
+    ("dflash2", "speculators", "qwen3", {"selector_rank": 5, "selector_top_k": 4, "sliding_window": 9}),
     ("dspark", "vllm", "qwen3", {"markov_rank": 5, "confidence_weight": 0.0}),
     ("dspark", "sglang", "mistral", {"markov_rank": 5, "block_size": 3, "sliding_window": 7}),
     ("eagle3", "vllm", "qwen3_moe", {"layers": "qwen3", "draft_vocab_size": 20}),
@@ -82,6 +87,7 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("parallel", "vllm", "qwen3_moe", {**PARD, "layers": "qwen3"}),
     ("dflash", "vllm", "qwen3_moe", {}),
     ("eagle3", "vllm", "llama", {"layers": "llama"}),
+    ("eagle3", "speculators", "qwen3", {"layers": "qwen3"}),
     ("draft_model", "vllm", "mistral", {"layers": "llama"}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
@@ -193,11 +199,13 @@ def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
     assert config["draft_vocab_size"] is None
 
 
-def test_a_window_is_written_for_each_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("to", "place"), [("vllm", None), ("speculators", "transformer_layer_config")])
+def test_a_window_is_written_for_each_layer(to: str, place: str | None, tmp_path: Path) -> None:
     """As vLLM reads it, by the layer's type; without one there is no word of it."""
-    config, _ = export_to(build_drafter("peagle", "llama", {"num_layers": 2, "sliding_window": 9}), "vllm", tmp_path)
-    assert (config["layer_types"], config["sliding_window"]) == (["sliding_attention"] * 2, 9)
-    export_drafter(build_drafter("peagle", "llama", {}), "vllm", tmp_path / "theirs", "TARGET", tmp_path / "ours")
+    config, _ = export_to(build_drafter("peagle", "llama", {"num_layers": 2, "sliding_window": 9}), to, tmp_path)
+    layers = config if place is None else config[place]
+    assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"] * 2, 9)
+    export_drafter(build_drafter("peagle", "llama", {}), to, tmp_path / "theirs", "TARGET", tmp_path / "ours")
     assert "sliding" not in (tmp_path / "theirs" / "config.json").read_text()
 
 
