@@ -36,9 +36,6 @@ REMOVED: dict[str, Removed] = {
     "data.distill.options.api": Removed(
         "servers get the prompt as token ids: use vLLM, SGLang or llama-server", unset=("completions",)
     ),
-    "data.distill.options.extensions": Removed(
-        "servers get vLLM's fields: use vLLM, SGLang or llama-server", unset=(True,)
-    ),
     "serve --rollback": Removed("delete the newest folder of learned/drafters/; the one before it serves then"),
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
