@@ -135,7 +135,7 @@ def bench(
     overrides: Overrides = None,
     *,
     engine: Annotated[
-        Literal["vllm", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
+        Literal["vllm", "sglang", "llamacpp"], typer.Option(help="Engine to measure in, with and without the drafter.")
     ],
     concurrency: Annotated[
         str | None,
@@ -156,7 +156,7 @@ def bench(
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="URL of a running server with the drafter; default: start one."),
+        typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
     ] = None,
     plain_server: Annotated[
         str | None, typer.Option(help="URL of a running server of the target without the drafter.")

@@ -1,4 +1,4 @@
-"""`draftsmith bench RECIPE --engine vllm|llamacpp`: measure an engine with and without the drafter.
+"""`draftsmith bench RECIPE --engine vllm|sglang|llamacpp`: measure an engine with and without the drafter.
 
 For each number of concurrent questions: tokens/s, time to the first token and acceptance by depth. Greedy answers with
 the drafter are compared with those without, and acceptance with our own decoder's (`agreement.py`).
@@ -32,7 +32,7 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.engines.endpoint import Endpoint, LlamaEndpoint
+from draftsmith.eval.engines.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
 from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.eval.engines.load_test import (
     DEFINITIONS,
@@ -62,10 +62,10 @@ OF_STARTED = {"engine_options": ("vllm",), "ngram": ("vllm", "llamacpp")} | dict
     ("llama_server", "target_gguf", "dtype", "draft_tokens"), ("llamacpp",)
 )
 OF_GIVEN = ("plain_server", "server_model", "api_key_env")
-CONCURRENCY = {"vllm": "1,4,16,64", "llamacpp": "1,4"}
+CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1,4"}
 FEWEST_QUESTIONS = 8  # with --questions-per-request
 ENGINE_FORMAT = "vllm"
-ENDPOINTS = {"vllm": Endpoint, "llamacpp": LlamaEndpoint}
+ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
 # The engines' own lookups, of n-grams of two to four tokens; llama.cpp's have one length.
 VLLM_NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m")
@@ -110,6 +110,11 @@ class ServingOptions:
         text = self.concurrency
         if text is not None and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
             raise UserError(f"option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
+        if self.engine == "sglang" and self.server is None:
+            raise UserError(
+                "--engine sglang needs --server, the URL of a running server: start one with the command that "
+                "`draftsmith export --to sglang` prints and --enable-metrics"
+            )
 
     @property
     def name(self) -> str:

@@ -46,7 +46,6 @@ REMOVED: dict[str, Removed] = {
     "eval.methods.tree=adaptive": Removed("use `tree: tuned`, the fastest tree that `draftsmith tune` finds"),
     "eval --processes": Removed("`eval` measures on one GPU; eval.limit_per_category makes it shorter"),
     "eval --engine": Removed("use `draftsmith bench RECIPE --engine NAME`, which takes the same options"),
-    "bench sglang": Removed("SGLang is exported to, not measured: its own benchmark shows `accept length`"),
     "compare --vary": Removed(
         'give each value with the recipe in quotes, as `draftsmith compare "quickstart drafter.options.num_masks=2"`'
     ),

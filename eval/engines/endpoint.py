@@ -2,14 +2,16 @@
 
 Answers are streamed over OpenAI's completions API, to measure the time of the first token, by the client that also
 distils. Counters are read from `/metrics` in Prometheus' text format; `COUNTERS` has the names of each engine. The
-field `token_ids` of an answer is vLLM's extension of OpenAI's API.
+field `token_ids` of an answer is vLLM's and SGLang's extension of OpenAI's API.
 
 Servers are not trusted: every piece of an answer is checked by a pydantic model, and its size, its number of tokens and
 its time are limited.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
 draft that exceed the answer's length, so `LoadTestRow` has the committed tau too. Sources of the names: vLLM 0.32,
-`v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`.
+`v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`; SGLang 0.5.23,
+`srt/observability/metrics_collector.py`, and `SpecTokensDetails` in `srt/entrypoints/openai/protocol.py`, which
+`srt/managers/tokenizer_manager.py` fills.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx2
 import openai
@@ -49,6 +51,7 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": "accepted_tokens",
     "generation_tokens": "generated_tokens",
     "tokens_predicted": "generated_tokens",  # llama.cpp
+    "spec_verify_calls": "drafts",  # SGLang
 }
 ACCEPTED_BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
 MOST_COUNTED = 2**53  # above it a float is no exact number
@@ -56,6 +59,7 @@ _SAMPLE = re.compile(r"^(\w+):([\w:]+)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 TokenIds = list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
+Count = Annotated[StrictInt, Field(ge=0, le=MOST_COUNTED)]
 
 
 class _Choice(BaseModel):
@@ -64,11 +68,24 @@ class _Choice(BaseModel):
     finish_reason: str | None = None
 
 
+class _DraftDetails(BaseModel):
+    """SGLang's counts of an answer's rounds: how many accepted 0, 1, 2, ... draft tokens, and all drafted tokens."""
+
+    spec_verify_ct: Count
+    spec_num_proposed_drafts: Count
+    spec_correct_drafts_histogram: list[Count] = Field(max_length=MOST_DEPTHS + 1)
+
+
+class _Extension(BaseModel):
+    spec_tokens_details: _DraftDetails | None = None
+
+
 class _Piece(BaseModel):
     """A piece of a streamed answer; llama-server's own API gives `tokens` and `stop`."""
 
     choices: list[_Choice] = []
     prompt_token_ids: TokenIds | None = None
+    sglext: _Extension | None = None
     tokens: TokenIds = []
     stop: bool = False
 
@@ -91,6 +108,17 @@ class DraftCounts:
         by_depth = zip_longest(self.accepted_by_depth, earlier.accepted_by_depth, fillvalue=0)
         totals = {name: getattr(self, name) - getattr(earlier, name) for name in dict.fromkeys(COUNTERS.values())}
         return DraftCounts(accepted_by_depth=tuple(now - before for now, before in by_depth), **totals)
+
+    @staticmethod
+    def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
+        """Build the counts of drafts from each round's number of accepted draft tokens and depth of its draft."""
+        depth = max(draft_depths, default=0)
+        return DraftCounts(
+            len(draft_lengths),
+            sum(draft_depths),
+            sum(draft_lengths),
+            tuple(sum(length > place for length in draft_lengths) for place in range(depth)),
+        )
 
     @staticmethod
     def of_page(text: str, prefix: str) -> DraftCounts | None:
@@ -249,11 +277,16 @@ class Endpoint(OpenAIEngine):
         streaming = server.client.completions.with_streaming_response
         async with streaming.create(**self.arguments(request), stream=True) as response:
             async for piece in _read_pieces(response.iter_bytes()):
+                if piece.sglext is not None and piece.sglext.spec_tokens_details is not None:
+                    self._count_rounds(piece.sglext.spec_tokens_details, request.settings.max_new_tokens)
                 if piece.choices:
                     for part in (piece, piece.choices[0]):
                         if part.prompt_token_ids not in (None, request.prompt_ids):
                             raise ServerFailure(OTHER_ANSWER)
                     yield piece.choices[0].token_ids, piece.choices[0].finish_reason
+
+    def _count_rounds(self, details: _DraftDetails, most_rounds: int) -> None:
+        """Read the counts at the end of SGLang's answers, which other servers do not send."""
 
     def _call(self, method: str, path: str) -> str:
         """Return the text of a page of the server, by its path without `/v1`; empty if it does not exist."""
@@ -298,6 +331,57 @@ class LlamaEndpoint(Endpoint):
             async for piece in _read_pieces(response.aiter_bytes()):
                 # The last piece repeats the tokens of the whole answer.
                 yield (None, "stop") if piece.stop else (piece.tokens, None)
+
+
+class SglangEndpoint(Endpoint):
+    """Client of one SGLang server; the counts of drafts are those that each answer carries.
+
+    SGLang counts rounds and generated tokens in `/metrics`, but no accepted tokens: `sglang:spec_accept_length` is a
+    gauge of the last log interval. Answers carry exact counts of all three, which other clients do not change.
+    """
+
+    engine, prefix, counting = "SGLang", "sglang", "with --enable-metrics"
+    start_command = "python -m sglang.launch_server --enable-metrics --model-path"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._draft_lengths: list[int] = []
+        self._draft_depths: list[int] = []
+        super().__init__(*arguments, **options)
+        self._rounds_before = super().counts().drafts
+
+    def arguments(self, request: Request) -> dict[str, Any]:
+        arguments = super().arguments(request)
+        arguments["extra_body"]["return_spec_tokens_details"] = True
+        return arguments
+
+    def counts(self, generated_tokens: int = 0) -> DraftCounts:
+        """Return the counts of drafts in all answers so far, and the server's counter of generated tokens.
+
+        Raises:
+            UserError: The server has no known counters, or it drafts but its answers carry no counts.
+        """
+        page = super().counts(generated_tokens)
+        if generated_tokens and page.drafts > self._rounds_before and not self._draft_lengths:
+            raise UserError(
+                f"{masked(self._root)} drafts, but its answers do not report the accepted tokens: give a server of "
+                "SGLang 0.5.20 or later, which supports return_spec_tokens_details"
+            )
+        answered = DraftCounts.of_rounds(self._draft_lengths, self._draft_depths)
+        return replace(answered, generated_tokens=page.generated_tokens)
+
+    def _count_rounds(self, details: _DraftDetails, most_rounds: int) -> None:
+        """Add an answer's rounds.
+
+        Raises:
+            ServerFailure: They contradict one another or the answer's length.
+        """
+        rounds, histogram = details.spec_verify_ct, details.spec_correct_drafts_histogram
+        drafted = details.spec_num_proposed_drafts
+        if not 0 < rounds == sum(histogram) <= most_rounds or drafted > rounds * MOST_DEPTHS:
+            raise ServerFailure("malformed answer: spec_tokens_details")
+        for accepted, count in enumerate(histogram):
+            self._draft_lengths += [accepted] * count
+        self._draft_depths += [drafted // rounds] * rounds
 
 
 async def _read_pieces(chunks: AsyncIterable[bytes]) -> AsyncIterator[_Piece]:

@@ -36,7 +36,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, NGRAM, DRAFTING = "without drafter", "n-gram lookup", "with drafter"
-ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
     "accepted past an answer's end and with rounds without a draft, which is draftsmith's tau. Accepted at depth 1, "
@@ -104,7 +104,7 @@ DRAFTS = ("arm", "T", "concurrency", "tau", "committed", "accepted at depth")
 
 @dataclass
 class EngineMeasurement:
-    """Result of a load test in one engine (vLLM or llama.cpp).
+    """Result of a load test in one engine (vLLM, SGLang or llama.cpp).
 
     place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
     with and without the drafter. own_chain: acceptance in the engine, compared with draftsmith's own decoding loop.

@@ -31,8 +31,7 @@ def engine_result(target: Any, drafter: Any) -> tuple[ArmResult, float]:
         lengths += answer.draft_lengths
         depths += [DEPTH] * answer.rounds  # an engine drafts for the last token too
         committed += sum(answer.accept_lengths)
-    by_depth = tuple(sum(length > place for length in lengths) for place in range(DEPTH))
-    result.counts = DraftCounts(len(lengths), sum(depths), sum(lengths), by_depth)
+    result.counts = DraftCounts.of_rounds(lengths, depths)
     return result, committed / len(lengths)
 
 

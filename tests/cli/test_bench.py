@@ -1,4 +1,4 @@
-"""`draftsmith bench --engine vllm` against servers whose answers are known, and what it says of wrong input."""
+"""`draftsmith bench --engine vllm|sglang` against servers whose answers are known, and what it says of wrong input."""
 
 import json
 from collections.abc import Iterator
@@ -29,24 +29,28 @@ def recipe(tmp_path: Path) -> str:
     return recipe_file(recipe_in(tmp_path, eval={"questions": asked, "max_new_tokens": 7}))
 
 
-@pytest.fixture
-def servers() -> Iterator[list[StreamingServer]]:
+@pytest.fixture(params=["vllm", "sglang"])
+def servers(request: pytest.FixtureRequest) -> Iterator[list[StreamingServer]]:
     """With and without a drafter."""
-    both = [StreamingServer(), StreamingServer(drafts=False)]
+    both = [StreamingServer(engine=request.param), StreamingServer(drafts=False, engine=request.param)]
     yield both
     for server in both:
         server.stop()
 
 
+def call(recipe: str, *arguments: str, engine: str = "vllm") -> Result:
+    console._buffer.clear()
+    return CliRunner().invoke(app, ["bench", recipe, "--engine", engine, *arguments])
+
+
 def measure(recipe: str, concurrency: str, server: StreamingServer, plain: StreamingServer | None = None) -> Result:
     """Measure in these servers; returns the result of the command."""
     urls = ["--server", server.url, *([] if plain is None else ["--plain-server", plain.url])]
-    console._buffer.clear()
-    return CliRunner().invoke(app, ["bench", recipe, "--engine", "vllm", *urls, "--concurrency", concurrency])
+    return call(recipe, *urls, "--concurrency", concurrency, engine=server.engine)
 
 
-def figures(recipe: str) -> dict[str, Any]:
-    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server.json").read_text()
+def figures(recipe: str, server: StreamingServer) -> dict[str, Any]:
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / f"{server.engine}-server.json").read_text()
     return json.loads(text)["figures"]
 
 
@@ -54,8 +58,8 @@ def test_speedup_between_two_servers(recipe: str, servers: list[StreamingServer]
     drafting, plain = servers
     result = measure(recipe, "2,1", drafting, plain)
     assert result.exit_code == 0, (result.output, result.exception)
-    found = figures(recipe)
-    assert found["engine"] == "vLLM"
+    found = figures(recipe, drafting)
+    assert found["engine"] == {"vllm": "vLLM", "sglang": "SGLang"}[drafting.engine]
     places = [(row["arm"], row["concurrency"]) for row in found["rows"]]
     assert places == [(arm, level) for arm in ("without drafter", "with drafter") for level in (1, 2)]
     for row in found["rows"]:
@@ -76,7 +80,7 @@ def test_differing_greedy_answers_are_separated_from_ties(recipe: str, servers: 
     plain.answer = OTHER_ANSWER
     result = measure(recipe, "1", drafting, plain)
     assert result.exit_code == 0, (result.output, result.exception)
-    (proof,) = figures(recipe)["greedy"]
+    (proof,) = figures(recipe, drafting)["greedy"]
     # The second turn of question 2 had another prompt, after another answer.
     assert proof["prompts"] == 2
     keys = ("question_id", "position", "expected", "found")
@@ -88,11 +92,12 @@ def test_differing_greedy_answers_are_separated_from_ties(recipe: str, servers: 
 def test_one_server_shared_with_other_clients(recipe: str, servers: list[StreamingServer]) -> None:
     servers[0].others = 5
     assert measure(recipe, "1", servers[0]).exit_code == 0
-    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server-answers.jsonl").read_text()
+    name = f"{servers[0].engine}-server-answers.jsonl"
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / name).read_text()
     answers = [json.loads(line) for line in text.splitlines()]
     assert [answer["ids"] for answer in answers] == [ANSWERED] * 3
     assert [(answer["question_id"], answer["turn"]) for answer in answers] == [(1, 0), (2, 0), (2, 1)]
-    notes = figures(recipe)["notes"]
+    notes = figures(recipe, servers[0])["notes"]
     assert notes[0] == "Without --plain-server no speedup is computed and greedy answers are not compared."
     assert any("the engine counted 36 generated tokens, our answers have 21" in note for note in notes)
 

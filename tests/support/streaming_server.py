@@ -1,4 +1,4 @@
-"""A server that streams answers and counts as vLLM does: two drafted tokens a round, of which one is kept."""
+"""A server that streams answers and counts as vLLM or SGLang does: two drafted tokens a round, of which one is kept."""
 
 import json
 import threading
@@ -21,6 +21,8 @@ class StreamingServer:
         breaks: Of the requests, by number from 1, those whose answer is cut off without an end.
         status: Of every answer.
         token_ids: Give them.
+        engine: vllm or sglang.
+        details: As SGLang from 0.5.20 on, give an answer's counts at its end, if asked for.
         pause_s: Before each piece of an answer, and before it is counted.
 
     `answer` is what it says, by pieces, after `first_event`; `others` are tokens of somebody else's for each answer.
@@ -35,9 +37,12 @@ class StreamingServer:
         status: int = 200,
         token_ids: bool = True,
         pause_s: float = 0.0,
+        engine: str = "vllm",
+        details: bool = True,
     ) -> None:
         self.model, self.drafts, self.metrics, self.breaks = model, drafts, metrics, breaks
         self.status, self.token_ids, self.pause_s = status, token_ids, pause_s
+        self.engine, self.details = engine, details
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.generated = self.rounds = self.others = 0
@@ -53,6 +58,8 @@ class StreamingServer:
         self._http.server_close()
 
     def page(self) -> str:
+        if self.engine == "sglang":
+            return self._sglang_page()
         lines = [f'vllm:generation_tokens_total{{engine="0"}} {self.generated}']
         if self.drafts:
             counts = {"drafts": self.rounds, "draft_tokens": 2 * self.rounds, "accepted_tokens": self.rounds}
@@ -60,6 +67,26 @@ class StreamingServer:
             name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
             lines += [f'{name}{{position="0"}} {self.rounds}', f'{name}{{position="1"}} 0']
         return "\n".join(lines) + "\n"
+
+    def _sglang_page(self) -> str:
+        """Counters have samples from the first request on; the gauge is of the last log interval."""
+        lines = ["# TYPE sglang:spec_accept_length gauge", 'sglang:spec_accept_length{tp_rank="0"} 2.7']
+        if self.generated:
+            lines.append(f'sglang:generation_tokens_total{{is_streaming="true",model_name="m"}} {self.generated}.0')
+        if self.drafts and self.rounds:
+            lines.append(f'sglang:spec_verify_calls_total{{model_name="m"}} {self.rounds}.0')
+        return "\n".join(lines) + "\n"
+
+    def _last_piece(self, rounds: int) -> str:
+        """Return SGLang's counts of an answer: all of its rounds accepted one of two draft tokens."""
+        keys = (
+            "spec_verify_ct",
+            "spec_num_correct_drafts",
+            "spec_num_proposed_drafts",
+            "spec_correct_drafts_histogram",
+        )
+        details = dict(zip(keys, (rounds, rounds, 2 * rounds, [0, rounds]), strict=True))
+        return f"data: {json.dumps({'choices': [], 'sglext': {'spec_tokens_details': details}})}\n\n"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -105,11 +132,14 @@ class StreamingServer:
                     choice["finish_reason"] = "length" if place + 1 == len(pieces) else None
                     self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
                     self.wfile.flush()
+                rounds = len(pieces) - 1
+                if server.drafts and server.details and rounds and body.get("return_spec_tokens_details"):
+                    self.wfile.write(server._last_piece(rounds).encode())
                 self.wfile.write(b"data: [DONE]\n\n")
                 time.sleep(server.pause_s)
                 with server.lock:  # vLLM counts when the tokens are on their way already
                     server.generated += sum(map(len, pieces)) + server.others
-                    server.rounds += len(pieces) - 1
+                    server.rounds += rounds
 
             def _send(self, status: int, text: str) -> None:
                 self.send_response_only(status)

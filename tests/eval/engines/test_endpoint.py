@@ -11,14 +11,15 @@ from support.streaming_server import StreamingServer
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines import endpoint as endpoint_module
-from draftsmith.eval.engines.endpoint import DraftCounts, Endpoint, TimedAnswer
+from draftsmith.eval.engines.endpoint import DraftCounts, Endpoint, SglangEndpoint, TimedAnswer
 
 
 @contextmanager
 def endpoint(**options: Any) -> Iterator[Any]:
     server = StreamingServer(**options)
+    client = SglangEndpoint if server.engine == "sglang" else Endpoint
     try:
-        with closing(Endpoint(server.url + "/v1/", setting(), api_key_env="MY_KEY")) as engine:
+        with closing(client(server.url + "/v1/", setting(), api_key_env="MY_KEY")) as engine:
             yield server, engine
     finally:
         server.stop()
@@ -64,6 +65,10 @@ def test_answer_that_breaks_off_is_reported() -> None:
             {"metrics": False},
             "/metrics has no counters of vLLM: start vLLM without --disable-log-stats",
         ),
+        (
+            {"metrics": False, "engine": "sglang"},
+            "/metrics has no counters of SGLang: start SGLang with --enable-metrics",
+        ),
         ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
 )
@@ -71,9 +76,22 @@ def test_wrong_server_is_reported(options: dict[str, Any], sentence: str) -> Non
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
-        Endpoint(server.url, setting(), wanted)
+        (SglangEndpoint if server.engine == "sglang" else Endpoint)(server.url, setting(), wanted)
     assert str(error.value) == f"{server.url}{sentence}"
     server.stop()
+
+
+def test_sglangs_answers_say_how_they_were_drafted() -> None:
+    """Three rounds that accept 2, 0 and 2 of four drafted tokens, after a prefill; other clients change nothing."""
+    with endpoint(engine="sglang") as (server, engine):
+        server.others = 5
+        assert engine.counts() == DraftCounts()
+        details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 2]}
+        engine._count_rounds(endpoint_module._DraftDetails.model_validate(details), 7)
+        assert engine.counts() == DraftCounts(3, 12, 4, (2, 2, 0, 0), 0)
+        assert isinstance(engine.run(engine.answer(request())), TimedAnswer)
+        assert engine.counts(12) == DraftCounts(6, 18, 7, (5, 2, 0, 0), 12)
+    assert server.bodies[0]["return_spec_tokens_details"]
 
 
 @pytest.mark.parametrize(
@@ -136,10 +154,12 @@ def test_damaged_counters_are_refused() -> None:
         ({"choices": [{"finish_reason": 7}]}, "malformed answer: choices.0.finish_reason"),
         ({"choices": [{"prompt_token_ids": [1]}]}, "answer of another prompt"),
         (None, "malformed answer: no JSON"),
+        ({"sglext": {"spec_tokens_details": {"spec_verify_ct": 10**9, "spec_num_proposed_drafts": 1,
+                                             "spec_correct_drafts_histogram": [10**9]}}}, "malformed answer: spec"),
     ],
 )  # fmt: skip
 def test_lying_server_costs_its_answer_only(piece: Any, reason: str) -> None:
-    with endpoint() as (server, engine):
+    with endpoint(engine="sglang") as (server, engine):
         server.first_event = piece
         outcome = engine.run(engine.answer(request()))
         assert isinstance(outcome, Failure)
@@ -156,7 +176,8 @@ def test_endless_answer_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> N
         assert engine.run(engine.answer(request())) == Failure("answer broken off (TimeoutError)")
 
 
-def test_counts_between_two_readings() -> None:
-    """The first reading may precede the first draft."""
+def test_counts_between_two_readings_and_of_our_own_rounds() -> None:
+    """The first reading may precede the first draft. Rounds of depth 3, 3, 3 and 1 accepted 3, 0, 1 and 1 tokens."""
     first, last = DraftCounts(generated_tokens=2), DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert last - first == DraftCounts(10, 30, 13, (8, 4, 1), 103)
+    assert DraftCounts.of_rounds([3, 0, 1, 1], [3, 3, 3, 1]) == DraftCounts(4, 10, 5, (3, 1, 1))
