@@ -121,16 +121,10 @@ def print_next_command(command: str, recipe: Path, overrides: list[str] | None) 
 
 
 @app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup")
-def evaluate_command(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
-    ] = 1,
-) -> None:
+def evaluate_command(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Measure how much faster the drafter makes the target, and write report.html."""
     loaded = load_recipe(recipe, overrides)
-    run_eval(loaded, processes=processes)
+    run_eval(loaded)
     tell(measured_result(loaded))
     print_next_steps(loaded, source=recipe, overrides=overrides)
 

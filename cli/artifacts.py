@@ -306,7 +306,6 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     return {
         "rows": rows,
         "questions": f"{notes.questions} questions of {', '.join(f'`{name}`' for name in names)}",
-        "dataset": ", ".join(names),
         "command": portable(masked(str(notes.command).replace(recipe_file, "recipe.yaml"))),
         "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
     }

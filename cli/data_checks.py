@@ -231,12 +231,12 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     found: list[Conversation] = []
     try:
         check_answers(recipe, expected.tokenizer, weights_hash(recipe.target))
-        found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
+        found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts))
     finally:
         if counts.total.invalid:
-            yield _describe_invalid(recipe, expected.tokenizer, counts.total.invalid, len(found))
+            yield _describe_invalid(recipe, counts.total.invalid, len(found))
     for name, tally in counts.by_source.items():
-        lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
+        lost = tally.contaminated.total() > MANY_LOST_FRAC * tally.read
         yield Finding(f"source {name}", "warning" if lost else "ok", tally.sentence(), tally.as_json())
     if not question_sources(recipe):
         sentence = "conversations were not searched for evaluation questions: data.conversations.decontaminate is empty"
@@ -304,12 +304,12 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     diagnosis.rows = rows
 
 
-def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], valid: int) -> Finding:
+def _describe_invalid(recipe: Recipe, reasons: Counter[str], valid: int) -> Finding:
     """Count the invalid conversations; some end a distillation, unless the recipe skips them."""
     stops, what = False, "invalid ones are skipped: correct the source to use them"
     if not recipe.data.conversations.skip_invalid:
         try:
-            deque(load_conversations(recipe, None, tokenizer), maxlen=0)
+            deque(load_conversations(recipe), maxlen=0)
         except UserError as error:  # with the place of the first one, and the way out
             stops, what = True, f"distillation would stop at {error}"
     sentence = f"{counted_reasons(reasons)}, {valid} valid conversations; {what}"

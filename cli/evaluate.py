@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +12,10 @@ from draftsmith.cli import artifacts
 from draftsmith.cli.console import console, print_table
 from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.data.sources.question_sets import questions_files
-from draftsmith.data.sources.questions import Question, load_questions
-from draftsmith.errors import UserError, masked
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.errors import masked
 from draftsmith.eval.bench.divergence import find_divergences
-from draftsmith.eval.bench.measured_methods import (
-    Arm,
-    drafter_folders,
-    load_models,
-    measured_methods,
-)
+from draftsmith.eval.bench.measured_methods import drafter_folders, load_models, measured_methods
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.engines.load_test import load_engine_measurements
@@ -32,9 +24,7 @@ from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.files import read_json, write_json
-from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import no_drafter
-from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
@@ -44,18 +34,16 @@ DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 
 @with_run_lock("eval")
-def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
+def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
     """Measure all questions that have no record yet and write the results under `runs/<name>/`. Returns the summary.
 
     Args:
         command: Command that repeats the measurement, for the report; default: `draftsmith run` with the run's recipe.
-        processes: Number of processes that share the questions, one GPU each.
 
     Raises:
-        UserError: There is no trained drafter, the questions are invalid, the run folder has records of other
-            settings, or there are too few GPUs.
+        UserError: There is no trained drafter, the questions are invalid, or the run folder has records of other
+            settings.
     """
-    devices = gpus_for(processes) if processes > 1 else []
     recipe = artifacts.with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
@@ -77,17 +65,10 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     }
     files = {f"questions {name}": file for name, file in questions_files(choices.question_sets).items()}
     folder.record("eval", {**files, **weights})
-    if devices:
-        # Every process logs its records itself, so that none are lost.
-        with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
-            parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
-            for each in parts:
-                each.result()
-    elif (gpus := torch.cuda.device_count()) > 1:
-        console.print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
-    bench, methods, drafters = _bench(recipe, questions)
-    target = bench.target
+    target, tokenizer, drafters = load_models(recipe)
+    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
     try:
+        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
         write_json(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
@@ -105,47 +86,6 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     }
     write_json(folder.eval / artifacts.NOTES, notes)
     return report_again(recipe)
-
-
-def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[Arm], dict[Path, Drafter]]:
-    """Load the models. Returns the bench, the methods to measure, and the drafters by their folders."""
-    choices = recipe.eval
-    target, tokenizer, drafters = load_models(recipe)
-    bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
-    try:
-        methods = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)
-    except BaseException:
-        bench.session.close()
-        raise
-    return bench, methods, drafters
-
-
-def gpus_for(processes: int) -> list[str]:
-    """Return one GPU for each of `processes` processes, as values of `CUDA_VISIBLE_DEVICES`.
-
-    Raises:
-        UserError: There are fewer GPUs: two processes on one device would disturb each other's times.
-    """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [str(number) for number in range(torch.cuda.device_count())]
-    visible = named.split(",")[: len(visible)] if named else visible
-    if processes > len(visible):
-        raise UserError(
-            f"option --processes {processes} needs {processes} GPUs, and torch sees {len(visible)}: processes on one "
-            "device, or on one CPU, slow each other down and falsify the times; give a smaller number"
-        )
-    return visible[:processes]
-
-
-def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:
-    """Measure one process's part of the questions on its GPU."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
-    bench, methods, _ = _bench(recipe, questions)
-    try:
-        log, choices = RecordLog(RunFolder(recipe).eval / artifacts.RECORDS), recipe.eval
-        bench.run(methods, log, choices.runs, choices.warmup_questions, (part, len(devices)))
-    finally:
-        bench.session.close()
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:

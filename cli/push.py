@@ -279,7 +279,7 @@ def _checked_files(recipe: Recipe, folder: Path) -> dict[str, Path]:
     for name, file in files.items():
         if file.suffix not in TEXTS:
             continue
-        # Conversations, and their samples in the card, may name any folder.
+        # Conversations may name any folder.
         is_of_answers = CARD_JSON in files and name != CARD_JSON
         names = [text for text in private if text == token or not is_of_answers]
         with file.open(encoding="utf-8", errors="replace") as lines:

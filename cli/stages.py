@@ -212,12 +212,12 @@ def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
             return
 
 
-def run_eval(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
+def run_eval(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]:
     """Measure the drafter against the autoregressive loop: writes `eval/`, `report.{md,html}`. Returns the summary."""
     from draftsmith.cli.evaluate import evaluate
 
     heading("3 measure", f"{recipe.eval.runs} runs, every question also with the autoregressive baseline")
-    return evaluate(recipe, command, processes)
+    return evaluate(recipe, command)
 
 
 def measured_result(recipe: Recipe) -> dict[str, Any]:

@@ -18,7 +18,6 @@ _SECRET_KEY = (
 )
 _PAIR = re.compile(rf"""\b({_SECRET_KEY}|api_key_env)(["']?\s*[:=]\s*["']?)([^\s"',}}]+)""")
 _CREDENTIALS = re.compile(r"""(?<=://)(?:(?!://)[^\s"'])+(?=@)|[^\s"'/:=,\[]+:[^\s"'/]+(?=@)""")
-ENVIRONMENT_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as in shells
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
@@ -129,8 +128,7 @@ def os_error_message(error: Exception) -> str | None:
 def masked(value: Any) -> Any:
     """Remove secrets, such as passwords and API keys, from a text or from a tree of mappings and lists.
 
-    A mapping loses the keys that hold a secret. In a text, a secret becomes `***`, as do user and password of a URL,
-    unless the password is an environment variable (`http://me:$PASSWORD@host`).
+    A mapping loses the keys that hold a secret. In a text, a secret becomes `***`, as do user and password of a URL.
     """
     if isinstance(value, dict):
         return {key: masked(inner) for key, inner in value.items() if not _is_secret(str(key), str(inner))}
@@ -139,7 +137,7 @@ def masked(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = _PAIR.sub(lambda pair: pair[1] + pair[2] + (MASK if _is_secret(pair[1], pair[3]) else pair[3]), value)
-    return _CREDENTIALS.sub(_masked_credentials, text)
+    return _CREDENTIALS.sub(MASK, text)
 
 
 def _is_secret(key: str, value: str) -> bool:
@@ -147,33 +145,19 @@ def _is_secret(key: str, value: str) -> bool:
     return re.fullmatch(_SECRET_KEY, key) is not None or (key == "api_key_env" and not value.isidentifier())
 
 
-def _masked_credentials(credentials: re.Match[str]) -> str:
-    password = credentials[0].rpartition(":")[2]
-    return credentials[0] if ENVIRONMENT_VARIABLE.fullmatch(password) else MASK
-
-
-def read_secret(variable: str, option: str) -> str:
-    """Return the value of an environment variable; the error hides a malformed name, which is probably the secret.
+def read_api_key(variable: str, option: str) -> str:
+    """Return the API key that an environment variable holds; an error hides a malformed name, probably the key itself.
 
     Args:
         option: Option or recipe key that names the variable, for the message.
 
     Raises:
-        UserError: The variable is not set.
+        UserError: The variable is not set, or its value cannot be sent in an HTTP header.
     """
     if not os.environ.get(variable):
         shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
         raise UserError(f"{option}: there is no environment variable {shown}: give the name of one that is set")
-    return os.environ[variable]
-
-
-def read_api_key(variable: str, option: str) -> str:
-    """Return the API key that an environment variable holds, see `read_secret`.
-
-    Raises:
-        UserError: The variable is not set, or its value cannot be sent in an HTTP header.
-    """
-    key = read_secret(variable, option).strip()
+    key = os.environ[variable].strip()
     if not (key and key.isascii() and key.isprintable()):
         raise UserError(
             f"{option}: {variable} holds line breaks or other characters that HTTP headers do not allow: set it to the "

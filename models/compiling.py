@@ -1,4 +1,4 @@
-"""`torch.compile` as decoding uses it: no graph breaks; CUDA graphs on CUDA, elsewhere one graph for all sizes.
+"""`torch.compile` as decoding on CUDA uses it: no graph breaks, and a CUDA graph for every number of rows.
 
 Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads it in seconds.
 """
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 def compiles_by_default(device: torch.device) -> bool:
     """Return True if decoding on this device is compiled by default, which saves the calls of small operations.
 
-    That is so on CPU and CUDA with a C++ compiler, which inductor and Triton need, unless `$DRAFTSMITH_COMPILE` is 0.
+    That is so with a C++ compiler, which Triton and the CPU kernels need, unless `$DRAFTSMITH_COMPILE` is 0. On a CPU
+    the value is only recorded with a measurement: its kernels need no `torch.compile`.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
@@ -42,42 +43,8 @@ def padded_rows(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def compiled(
-    function: Callable[..., Any], what: str, dynamic: Sequence[tuple[int, int, int]], backend: str = BACKEND
-) -> Callable[..., Any]:
-    """Compile a function for the CPU as one graph for all sizes; `what` is its name in messages.
-
-    Args:
-        dynamic: (index of the input, dimension, largest size) for each size that differs between calls; the smallest is
-            2. No other change of the inputs is checked.
-
-    Raises (when it is called):
-        UserError: It cannot be compiled.
-    """
-    # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
-    unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-    options = None if unguarded is None else {"guard_filter_fn": unguarded}
-    fast = _compile(function, backend, options=options)
-    is_known = False
-
-    def call(*inputs: Any) -> Any:
-        nonlocal is_known
-        try:
-            if is_known:
-                return fast(*inputs)
-            for number, dimension, most in dynamic:
-                torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
-            results = _first_call(lambda: fast(*inputs), what, backend)
-        except TorchDynamoException as error:
-            raise _cannot_compile(what, error) from error
-        is_known = True
-        return results
-
-    return call
-
-
 class Graphs:
-    """A function of tensors, compiled once for every number of rows; on CUDA each is recorded as a CUDA graph.
+    """A function of tensors, compiled once for every number of rows; each is recorded as a CUDA graph.
 
     A call copies its arguments into separate input memory. The next call overwrites the memory of the results: copy
     those that are kept longer. The function must return the same results if it is called twice.

@@ -1,4 +1,4 @@
-"""The section `data.conversations` of a recipe: sources, their columns and filters."""
+"""The section `data.conversations` of a recipe: sources and their columns."""
 
 import re
 from pathlib import Path, PurePath
@@ -69,17 +69,6 @@ class MixedSourceRecipe(SourceRecipe):
     )
 
 
-class FiltersRecipe(Section):
-    """Filters that leave out valid conversations, which are then counted. By default there are none."""
-
-    max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="most tokens of a conversation, counted with the target's tokenizer; by default any number",
-    )
-
-
 class ConversationsRecipe(SourceRecipe):
     """Sources of the prompts: one source, or a mixture of several.
 
@@ -107,13 +96,6 @@ class ConversationsRecipe(SourceRecipe):
         description="question files; conversations that contain one of their questions are left out. By default "
         "the file of `eval.questions`; [] for none",
     )
-    contamination_words: int = Field(
-        13,
-        ge=5,
-        description="leave out a conversation that shares this number of consecutive words with a question of "
-        "`decontaminate`",
-    )
-    filters: FiltersRecipe = FiltersRecipe()
 
     @field_validator("split", mode="before")
     @classmethod

@@ -21,10 +21,14 @@ _SMOLLM2, _REDUCED = "smollm2-135m", "drafter.options.draft_vocab_size=16384"
 # A dotted key; `key=value` for one value of a key that stays; `recipe=NAME` for a shipped recipe; `COMMAND --OPTION`.
 REMOVED: dict[str, Removed] = {
     "data.conversations.columns.input": Removed("name it after the first column, as `prompt: [instruction, input]`"),
+    "data.conversations.contamination_words": Removed("leave it out: 13, as in GPT-3's paper", unset=(13,)),
+    "data.conversations.filters": Removed("filter the file before distilling", unset=({},)),
     "data.conversations.filters.languages": Removed("filter the file before distilling", unset=([],)),
     "data.conversations.filters.min_turns": Removed("filter the file before distilling", unset=(1,)),
     "data.conversations.filters.min_turn_chars": Removed("filter the file before distilling", unset=(1,)),
     "data.conversations.filters.max_turn_chars": Removed("filter the file before distilling"),
+    "data.conversations.filters.max_turns": Removed("filter the file before distilling"),
+    "data.conversations.filters.max_tokens": Removed("filter the file before distilling"),
     "drafter.init_vocabulary": Removed("leave it out: it is always `extended`", unset=(None, "own", "extended")),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
@@ -40,6 +44,7 @@ REMOVED: dict[str, Removed] = {
     "drafter.options.loss=lk_alpha": Removed("use `tv`, also in the config.json of a drafter trained with it"),
     "drafter.options.loss=lk_lambda": Removed("use `kl`, also in the config.json of a drafter trained with it"),
     "eval.methods.tree=adaptive": Removed("use `tree: tuned`, the fastest tree that `draftsmith tune` finds"),
+    "eval --processes": Removed("`eval` measures on one GPU; eval.limit_per_category makes it shorter"),
     "eval --engine": Removed("use `draftsmith bench RECIPE --engine NAME`, which takes the same options"),
     "compare --vary": Removed(
         'give each value with the recipe in quotes, as `draftsmith compare "quickstart drafter.options.num_masks=2"`'
@@ -93,7 +98,7 @@ def drop_unset(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     kept = {}
     for name, value in values.items():
         key = f"{section}.{name}" if section else name
-        if key in REMOVED and value in REMOVED[key].unset:
-            continue
-        kept[name] = drop_unset(value, key) if isinstance(value, dict) else value
+        left = drop_unset(value, key) if isinstance(value, dict) else value
+        if key not in REMOVED or left not in REMOVED[key].unset:
+            kept[name] = left
     return kept

@@ -342,7 +342,7 @@ class EvalRecipe(Section):
     )
     compile: bool | None = Field(
         None,
-        description="run the target with torch.compile, for the baseline too, and on CUDA the drafters; by "
+        description="on CUDA run the target with torch.compile, for the baseline too, and the drafters; by "
         "default if a C++ compiler, which it needs, is installed and DRAFTSMITH_COMPILE is not 0. On a CPU the "
         "layers of Llama, Mistral and Qwen run in one call instead",
     )

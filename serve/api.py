@@ -22,7 +22,6 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from draftsmith.data.sources.conversation import Turn
@@ -197,10 +196,6 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
-
-    @app.get("/metrics", dependencies=[Depends(check_api_key)])
-    async def metrics() -> Response:
-        return Response(generate_latest(worker.registry), media_type="text/plain; version=0.0.4")
 
     @app.get("/")
     async def page() -> Response:

@@ -102,10 +102,6 @@ class Answer(BaseModel, frozen=True):
         """Return all token ids, the prompt's first."""
         return [*self.prompt_ids, *self.ids]
 
-    def row(self) -> Row:
-        """Return the training example, with loss on the answer."""
-        return {"input_ids": self.input_ids, "loss_mask": [0] * len(self.prompt_ids) + [1] * len(self.ids)}
-
 
 class Learned:
     """Folder `learned/` of a run: its answers and drafters.
@@ -178,19 +174,15 @@ class Learned:
     def answers(self) -> list[Answer]:
         """Read the newest answers that are long enough for training, without duplicates, the oldest first."""
         stored = dict.fromkeys(self._stored())
-        long_enough = [
-            answer for answer in stored if len(answer.ids) > 1 and len(answer.input_ids) >= SHORTEST_ROW_TOKENS
-        ]
+        long_enough = [each for each in stored if len(each.ids) > 1 and len(each.input_ids) >= SHORTEST_ROW_TOKENS]
         return long_enough[-self.kept_answers :]
 
     def _stored(self) -> list[Answer]:
-        """Read the answers; logs the number of damaged lines, which are left out."""
-        lines, answers = self.file.read_bytes().splitlines(), []
-        for line in lines:
+        """Read the answers; lines that a killed server left half-written are left out."""
+        answers = []
+        for line in self.file.read_bytes().splitlines():
             with suppress(ValidationError):
                 answers.append(Answer.model_validate_json(line))
-        if damaged := len(lines) - len(answers):
-            logger.warning("%s: %s damaged lines are left out", self.file, damaged)
         return answers
 
 
@@ -289,7 +281,10 @@ class Learner:
 
     def _chosen(self, train: Sequence[Answer]) -> list[Row]:
         """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
-        rows = [answer.row() for answer in train]
+        rows = [
+            {"input_ids": each.input_ids, "loss_mask": [0] * len(each.prompt_ids) + [1] * len(each.ids)}
+            for each in train
+        ]
         newest = _pop_rows(rows, self.cycle_tokens // 2)
         run = RunFolder(self.learned.recipe)
         if (run.data / "tokens").is_dir():

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
@@ -130,20 +128,7 @@ class Worker:
         self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
         self._stopping = threading.Event()
         self._current: Job | None = None
-        self.registry = CollectorRegistry()
-        named: dict[str, Any] = {"namespace": "draftsmith", "registry": self.registry}
-        self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
-        self.drafted = Counter("draft_tokens", "Tokens drafted along the longest path", **named)
-        self.accepted = Counter("accepted_tokens", "Drafted tokens that were accepted", **named)
-        self.by_position = Counter("accepted_tokens_per_pos", "Accepted tokens by position", ["position"], **named)
-        self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
-        self.answers = Counter("answers", "Answers by the reason for their end", ["reason"], **named)
-        self.seconds = Counter("generation_seconds", "Seconds from the start of an answer to its last token", **named)
-        self.drafters = Counter("drafters_taken", "Changes of the serving drafter", **named)
-        self.not_kept = Counter("answers_not_kept", "Answers that could not be stored for training", **named)
         self._keeps = True
-        Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
-        Gauge("running_requests", "Running requests", **named).set_function(lambda: int(self._current is not None))
         self._session = open_session(self.target, self.length, recipe.eval.compile)
         self._set_drafter(drafter)
 
@@ -163,7 +148,6 @@ class Worker:
         with self.jobs.mutex:
             for waiting in [each for each in self.jobs.queue if each.cancelled.is_set()]:
                 self.jobs.queue.remove(waiting)
-                self.answers.labels("gone").inc()
         self.jobs.put_nowait(job)
         if self._stopping.is_set():  # looked at last, as `work` may have emptied the queue before
             raise RequestCancelled
@@ -203,34 +187,28 @@ class Worker:
     def _answer(self, job: Job) -> None:
         """Answer a request, and send it the answer, or the error that ended it."""
         if job.cancelled.is_set():
-            self.answers.labels("gone").inc()
             return
         self._take_newer()
         stream = _Stream(job, GrowingText(self.tokenizer))
         try:
             record = self._generate(job, stream)
         except RequestCancelled as cancelled:
-            self.answers.labels("gone").inc()
             job.send(cancelled)
             return
         except Exception as error:  # of any kind: later jobs must still be processed
             logger.exception("an answer failed")
-            self.answers.labels("error").inc()
             job.send(error)
             return
         ended = record.text is not None or record.ids[-1] in self.end_ids
         finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", stream.end(record))
-        self.generated.inc(len(record.ids))
-        self.seconds.inc(record.wall_time_s)
         self._store(finished)
-        self.answers.labels(finished.reason).inc()
         job.send(finished)
 
     def _generate(self, job: Job, stream: _Stream | None) -> AnswerRecord:
         """Generate an answer.
 
         Args:
-            stream: Gets every round, which is counted; None for a warm-up.
+            stream: Gets every round; None for a warm-up.
 
         Raises:
             RequestCancelled: The client has disconnected, or the worker stops.
@@ -241,11 +219,6 @@ class Worker:
 
         def on_round(round_: Round) -> None:
             if stream is not None:
-                self.rounds.inc()
-                self.drafted.inc(round_.tree.shape.draft_depth)
-                self.accepted.inc(round_.accepted)
-                for position in range(round_.accepted):
-                    self.by_position.labels(position).inc()
                 stream.add(round_)
             if job.cancelled.is_set() or self._stopping.is_set():
                 raise RequestCancelled
@@ -265,7 +238,6 @@ class Worker:
         except Exception:  # of any kind: the server continues with the current drafter
             logger.exception("the newer drafter could not be loaded; the current one stays")
             return
-        self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
 
     def _set_drafter(self, drafter: Drafter) -> None:
@@ -280,7 +252,6 @@ class Worker:
         try:
             self.on_answer(finished)
         except Exception as error:
-            self.not_kept.inc()
             if self._keeps:
                 logger.warning("answers cannot be stored and are only sent to clients: %s", reason(error))
             self._keeps = False

@@ -4,13 +4,9 @@ data/README.md     for people, and for the Hub: with its front matter the folder
 data/card.json     the same, and the ids of the contaminated conversations, for programs
 """
 
-import hashlib
-import heapq
 import json
-import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -22,7 +18,6 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
-from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
@@ -37,18 +32,14 @@ from draftsmith.recipes.schema import Recipe
 
 CARD = "README.md"
 SHARD_CONVERSATIONS = 20_000  # of a published file
-SAMPLES = 5
-SHOWN_CHARS = 600
 WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "invalid": "invalid",
     "repaired": "repaired",
     "contaminated": "contaminated",
-    "filtered": "filtered",
     "shortened": "shortened",
     "unread_keys": "key not read",
 }
 UNKNOWN_SOURCE = "no longer in the sources"
-HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 
 @dataclass
@@ -61,8 +52,8 @@ class CardSource(Tally):
 
     @property
     def left_out(self) -> int:
-        """Return the number of records that were duplicates, filtered out or invalid."""
-        return self.duplicates + sum(self.filtered.values()) + sum(self.invalid.values())
+        """Return the number of records that were duplicates or invalid."""
+        return self.duplicates + sum(self.invalid.values())
 
 
 @dataclass
@@ -92,14 +83,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     distilled: Counter[str] = Counter()
     shortened: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def counted() -> Iterator[Conversation]:
-        for made in view.distilled():
-            source = made.source or UNKNOWN_SOURCE
-            distilled[source] += 1
-            shortened[source].update([made.shortened] if made.shortened else [])
-            yield made
-
-    samples = _choose_samples(counted())
+    for made in view.distilled():
+        source = made.source or UNKNOWN_SOURCE
+        distilled[source] += 1
+        shortened[source].update([made.shortened] if made.shortened else [])
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
     report = recorded_report(folder / "tokens")
@@ -123,9 +110,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "failed": dict(view.failed),
         "contaminated_ids": counts.contaminated_ids,
         "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
-        "selection": recipe.data.conversations.model_dump(
-            include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
-        ),
+        "selection": recipe.data.conversations.model_dump(include={"limit", "split", "heldout_frac"}),
         "engine": recipe.data.distill.model_dump(exclude={"options", "model"})
         | {"seed": recipe.seed, "weights": weights},
         "hashes": {
@@ -142,7 +127,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
-    _write_card(folder, values, samples)
+    _write_card(folder, values)
     return folder / CARD
 
 
@@ -181,39 +166,24 @@ def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], 
         own = values["answered_by"] == values["target"]["model"]
         values["target"]["model"] = base_model
         values["answered_by"] = base_model if own else values["answered_by"]
-    _write_card(folder, {**values, "licences": licences}, _choose_samples(view.distilled()))
+    _write_card(folder, {**values, "licences": licences})
 
 
-def _choose_samples(conversations: Iterator[Conversation]) -> list[Conversation]:
-    """Choose conversations by a hash of the id, so that they stay the same when others are added."""
-    return heapq.nsmallest(SAMPLES, conversations, key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
-
-
-def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation]) -> None:
+def _write_card(folder: Path, values: dict[str, Any]) -> None:
     """Write `card.json` and the card. Its front matter has what a reader of the Hub searches for."""
-    conversations, licences = sum(row["distilled"] for row in values["sources"].values()), values.get("licences", {})
+    licences = values.get("licences", {})
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     front_matter = DatasetCardData(
         license=sorted(set(licences.values())) or None,
         pretty_name=values["name"],
         task_categories=["text-generation"],
-        size_categories=[next((name for limit, name in HUB_SIZES if conversations < limit), "n>1M")],
         tags=["draftsmith", "self-distillation", "speculative-decoding"],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": [f"{SHARDS}/*.jsonl"]}]}],
-        distilled={
-            "answered_by": values["answered_by"],
-            "target": values["target"],
-            **values["engine"],
-            "chat_template_sha256": values["hashes"]["chat_template"],
-            "conversations": conversations,
-            "answer_tokens": values["tokens"]["answer"]["total"],
-            "files_sha256": values["hashes"]["data_files"],
-        },
     ).to_yaml()
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
+    environment.filters["cell"] = _cell
     template = environment.from_string(Path(__file__).with_name("data_card.md.j2").read_text(encoding="utf-8"))
-    more = {"what_became": WHAT_BECAME, "front_matter": front_matter, "samples": samples}
+    more = {"what_became": WHAT_BECAME, "front_matter": front_matter}
     write_atomically(folder / CARD, template.render({"licences": licences, **values, **more}))
 
 
@@ -236,15 +206,6 @@ def _lengths(tokens: list[int]) -> dict[str, float]:
     median, high = np.quantile(tokens, [0.5, 0.95]).tolist()
     total = sum(tokens)
     return {"total": total, "mean": total / len(tokens), "median": median, "95 %": high, "longest": max(tokens)}
-
-
-def _fenced(turn: Turn) -> str:
-    """Return a turn's text, unchanged but for its length, in a Markdown fence longer than any in the text."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
-    text = "\n".join([text for text in (turn.reasoning_content, turn.content) if text] + calls)
-    text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
-    return f"{fence}text\n{text}\n{fence}"
 
 
 def _cell(value: Any) -> str:

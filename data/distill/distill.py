@@ -161,7 +161,7 @@ def distill(
     reasoning_ids(tokenizer, recipe.data)
     check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
-    report.ids = conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
+    report.ids = conversations = {c.id: c for c in load_conversations(recipe, report.sources)}
     settings = FolderSettings(folder.data, distill_settings(recipe, weights, tokenizer))
     settings.check()
     limits = limits or TargetLimits()

@@ -5,9 +5,6 @@
         engine: openai
         options: {base_urls: ["http://node1:8000/v1", "http://node2:8000/v1"]}
 
-A server with a password is given as `https://me:$PASSWORD@host/v1`: the password comes from the environment and is
-written to no file.
-
 The `openai` client handles HTTP: it retries after a 429, a 5xx or a broken connection, and waits as `Retry-After` says.
 A request goes to the server with the fewest requests, at most `concurrency_per_server` at a time; if that server fails,
 it goes to the next one. So a dead server delays its requests only until they fail, and a server that comes back gets
@@ -17,7 +14,6 @@ Responses are limited in time and size, and checked as far as possible (`openai_
 """
 
 import asyncio
-import base64
 import json
 import sys
 from collections import Counter
@@ -51,7 +47,7 @@ from draftsmith.data.engines.openai_answers import (
 )
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import PROBE
-from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError, read_api_key, read_secret
+from draftsmith.errors import UserError, read_api_key
 from draftsmith.recipes.schema import Section
 
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
@@ -94,10 +90,12 @@ class OpenAIOptions(Section):
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"{wrong[0]} does not begin with http:// or https://")
         try:
-            bare = [str(httpx2.URL(url).copy_with(userinfo=b"")) for url in urls]
+            has_login = any(httpx2.URL(url).userinfo for url in urls)
         except httpx2.InvalidURL:  # its message may quote a password
-            raise ValueError("a URL is malformed; in a password, write / as %2F and @ as %40") from None
-        if len(set(bare)) < len(bare):
+            raise ValueError("a URL is malformed") from None
+        if has_login:
+            raise ValueError("a URL may not hold a login: give the servers' key by `api_key_env`")
+        if len(set(urls)) < len(urls):
             raise ValueError("the same server is listed twice")
         return urls
 
@@ -118,7 +116,7 @@ class OpenAIEngine:
     """An `Engine` that sends requests to servers over HTTP, while `collect` waits.
 
     Args:
-        options: Options of the engine; `base_urls` may hold passwords.
+        options: Options of the engine.
         setting: Recipe, tokenizer and end tokens of the target.
 
     Raises:
@@ -203,16 +201,14 @@ class OpenAIEngine:
             await server.client.close()
 
     def _connect(self, url: str) -> Server:
-        address, login = self._split_credentials(url)
         client = openai.AsyncOpenAI(
-            base_url=address,
+            base_url=url,
             api_key=self._api_key or NO_KEY,
             max_retries=self.retries,
             http_client=BoundedClient(self.options.timeout_s),
             timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
-            default_headers={} if login is None else {"Authorization": login},
         )
-        return Server(address, client, self.options.concurrency_per_server)
+        return Server(url, client, self.options.concurrency_per_server)
 
     async def _check_all(self) -> None:
         """Check every server.
@@ -386,23 +382,6 @@ class OpenAIEngine:
                 f"{server.url} says {reason}: check {self.option('base_urls')} (usually with /v1 at the end), "
                 f"{self.option('model')} and {self.option('api_key_env')}"
             ) from None
-
-    def _split_credentials(self, url: str) -> tuple[str, str | None]:
-        """Return the URL without user and password, and the header for these."""
-        address = httpx2.URL(url)
-        if not address.userinfo:
-            return url, None
-        parts = (address.username, address.password)
-        if MASK in parts:
-            raise UserError(
-                f"{self.option('base_urls')}: draftsmith removed the servers' passwords when it stored this recipe: "
-                "give the URLs again on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
-            )
-        login = ":".join(
-            ENVIRONMENT_VARIABLE.sub(lambda found: read_secret(found[1], self.option("base_urls")), part)
-            for part in parts
-        )
-        return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
 
 
 def warn(message: str) -> None:

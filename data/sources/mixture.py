@@ -1,9 +1,9 @@
-"""The recipe's conversations: the records of all sources, validated, deduplicated and filtered, in their shares.
+"""The recipe's conversations: the records of all sources, validated and deduplicated, in their shares.
 
 A record is left out for the first reason that applies, in this order: it is invalid; a record with the same prompts,
 apart from case and white space, came before from any source (with `engine: none`, the same prompts and answers: several
-answers to one prompt are several conversations); it belongs to the other split; it repeats an evaluation question; a
-filter excludes it. Each reason is counted for reports, and so are the keys of records that nothing reads.
+answers to one prompt are several conversations); it belongs to the other split; it repeats an evaluation question. Each
+reason is counted for reports, and so are the keys of records that nothing reads.
 """
 
 import hashlib
@@ -50,7 +50,6 @@ class Tally:
     duplicates: int = 0
     other_split: int = 0
     contaminated: Counter[str] = field(default_factory=Counter)
-    filtered: Counter[str] = field(default_factory=Counter)
     kept: int = 0
     unread_keys: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
@@ -58,7 +57,7 @@ class Tally:
     def sentence(self) -> str:
         """Return the counts in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
-        for name in ("repaired", "invalid", "duplicates", "other_split", "contaminated", "filtered"):
+        for name in ("repaired", "invalid", "duplicates", "other_split", "contaminated"):
             value = getattr(self, name)
             count = counted_reasons(value) if isinstance(value, Counter) else value
             parts += [f"{name.replace('other_split', 'of the other split')}: {count}"] if value else []
@@ -96,22 +95,19 @@ class SourceCounts:
         return "\n".join(f"{name}: {tally.sentence()}" for name, tally in self.by_source.items())
 
 
-def load_conversations(
-    recipe: Recipe, counts: SourceCounts | None = None, tokenizer: Any = None
-) -> Iterator[Conversation]:
+def load_conversations(recipe: Recipe, counts: SourceCounts | None = None) -> Iterator[Conversation]:
     """Yield the recipe's conversations one at a time, in an order that depends on the sources alone.
 
     Args:
         recipe: Recipe whose `data` section is used, and by default its `eval.questions` for decontamination.
         counts: Receives the counts of kept and dropped records while this iterates.
-        tokenizer: The target's tokenizer, for `filters.max_tokens`; without one this filter is not applied.
 
     Raises:
         UserError: A source is missing or unreadable, a record is invalid, or nothing is left.
     """
     conversations = recipe.data.conversations
     counts = counts if counts is not None else SourceCounts()
-    intake = _Selection(recipe, counts, tokenizer)
+    intake = _Selection(recipe, counts)
     sources = [(source.weight, intake.usable(source)) for source in conversations.sources]
     empty = True
     for conversation in islice(interleave(sources), conversations.limit):
@@ -123,7 +119,6 @@ def load_conversations(
         skipped = f": {counted_reasons(total.invalid)} skipped as invalid" if total.invalid else ""
         unwanted = [f"{total.other_split} of the other split"] if total.other_split else []
         unwanted += [f"{total.contaminated.total()} contaminated"] if total.contaminated else []
-        unwanted += [f"{total.filtered.total()} filtered out"] if total.filtered else []
         more = f" ({', '.join(unwanted)})" if unwanted else ""
         raise UserError(f"{names} holds no valid conversation{skipped}{more}; set data.conversations.{key} to another")
 
@@ -149,18 +144,16 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
 
 
 class _Selection:
-    """State shared by all sources: the prompts seen so far, the evaluation questions to avoid, and the filters."""
+    """State shared by all sources: the prompts seen so far, and the evaluation questions to avoid."""
 
-    def __init__(self, recipe: Recipe, counts: SourceCounts, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, counts: SourceCounts) -> None:
         self._recipe, self._counts = recipe, counts
-        conversations = recipe.data.conversations
         self._keeps_answers = recipe.data.distill.engine == "none"
         self._seen: set[bytes] = set()
-        self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
-        self._tokenizer = tokenizer
+        self._contamination = Contamination(question_sources(recipe))
 
     def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
-        """Yield the conversations of one source that pass the filters, at most as many as its own limit."""
+        """Yield the conversations of one source that are not left out, at most as many as its own limit."""
         conversations = self._recipe.data.conversations
         tally = self._counts.by_source.setdefault(source.label, Tally())
         distilled = find_distilled(source)
@@ -218,22 +211,7 @@ class _Selection:
             tally.contaminated[match.reason] += 1
             self._counts.contaminated_ids[conversation.id] = match.question
             return True
-        if reason := self._filter_reason(conversation):
-            tally.filtered[reason] += 1
-            return True
         return False
-
-    def _filter_reason(self, conversation: Conversation) -> str | None:
-        """Return the first reason of the recipe's filters to leave a conversation out, if there is any."""
-        filters, turns = self._recipe.data.conversations.filters, conversation.turns
-        if filters.max_turns is not None and sum(turn.role == "user" for turn in turns) > filters.max_turns:
-            return f"more than {filters.max_turns} user turns"
-        if filters.max_tokens is not None and self._tokenizer is not None:
-            texts = [text for turn in turns for text in (turn.content, turn.reasoning_content)]
-            ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            if sum(map(len, ids)) > filters.max_tokens:
-                return f"more than {filters.max_tokens} tokens"
-        return None
 
 
 def _check_answers(conversation: Conversation, where: str) -> None:

@@ -123,8 +123,8 @@ _FORM = TypeAdapter(QuestionRecord)
 class RecordLog:
     """The append-only file of records, which survives Ctrl-C, a killed process and a full disk.
 
-    A record is one line of the file. Opening the file removes a line that was not written completely. Several processes
-    may append; a lock serialises them.
+    A record is one line of the file. Opening the file removes a line that was not written completely. A lock
+    keeps a reader, such as `report`, from removing a line that is being written.
     """
 
     def __init__(self, file: Path) -> None:

@@ -84,28 +84,18 @@ class SpecBench:
         length = session_length_tokens(tokenizer, self.questions, max_new_tokens, limit)
         self.session = open_session(target, length, compiles)
 
-    def run(
-        self,
-        methods: list[Arm],
-        log: RecordLog,
-        runs: int,
-        warmup_questions: int,
-        part: tuple[int, int] = (0, 1),
-    ) -> None:
+    def run(self, methods: list[Arm], log: RecordLog, runs: int, warmup_questions: int) -> None:
         """Measure every (run, question) that has no record in the log yet.
 
         Args:
             methods: The methods to measure, with the autoregressive baseline of each temperature.
             warmup_questions: Questions that are answered without recording first.
-            part: (index of this process from 0, number of processes), if several processes share the questions.
         """
-        number, count = part
-        questions = list(enumerate(self.questions))[number::count]
         finished = {(record.run, record.question_id) for record in log}
         missing = [
             (run, index, question)
             for run in range(runs)
-            for index, question in questions
+            for index, question in enumerate(self.questions)
             if (run, question.question_id) not in finished
         ]
         if not missing:
@@ -119,8 +109,8 @@ class SpecBench:
                 self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
         if is_compiled:
             self.session.forward.keep_sizes()
-        total = runs * len(questions)
-        with progress_bar(total, "measure", "question", initial=total - len(missing), shown=number == 0) as progress:
+        total = runs * len(self.questions)
+        with progress_bar(total, "measure", "question", initial=total - len(missing)) as progress:
             for run, index, question in missing:
                 log.append(self._record(methods, run, index, question))
                 progress.update()

@@ -54,7 +54,7 @@ class TargetStep:
 def open_session(
     target: Any, max_length_tokens: int, compiles: bool | None, same_size: bool | None = None
 ) -> TargetSession:
-    """Open a session on the target, compiled as the recipe's `eval.compile` says.
+    """Open a session on the target, on CUDA compiled as the recipe's `eval.compile` says.
 
     Args:
         compiles: False: not compiled. True: a target that cannot be compiled is an error. None: as
@@ -68,14 +68,14 @@ def open_session(
     if compiles is None:
         cannot_be = has_recurrent_layers(target) or rope_switch(target) is not None
         is_compiled = compiles_by_default(target.device) and not cannot_be
-    compiler = Compiler(must=bool(compiles), same_size=same_size) if is_compiled else None
+    on_cuda = target.device.type == "cuda"
+    compiler = Compiler(must=bool(compiles), same_size=same_size) if is_compiled and on_cuda else None
     session = TargetSession(target, max_length_tokens, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and session.forward.cpu_target is None:
         logger.warning(
-            "%s is none of the architectures that run in one call on a CPU (%s): the same answers take longer%s",
+            "%s is none of the architectures that run in one call on a CPU (%s): the same answers take longer",
             type(target).__name__,
             ", ".join(FAMILIES.values()),
-            ", and compiling it takes up to a minute the first time" if is_compiled else "",
         )
     return session
 

@@ -3,9 +3,9 @@
 How a forward of nodes runs is chosen when it is made:
 
 * in one call on a CPU, if `CpuTarget` has the model's layers;
-* compiled (`Compiler`), if the recipe says so. On CUDA shapes and addresses are the same in every round, so that
-  graphs are recorded: trees are padded to a few sizes, and rows attend to the whole cache, of which a mask hides what
-  they do not see; `cuda_attention.py` does not read hidden columns. On a CPU one compiled function serves all sizes;
+* compiled (`Compiler`), on CUDA. Shapes and addresses are the same in every round, so that graphs are recorded: trees
+  are padded to a few sizes, and rows attend to the whole cache, of which a mask hides what they do not see;
+  `cuda_attention.py` does not read hidden columns;
 * else by the model's own, uncompiled forward.
 
 In 16-bit floats kernels for one row and for eight give different bits, and nearly equal logits change places. If every
@@ -18,18 +18,16 @@ features, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import UserError
-from draftsmith.models.compiling import BACKEND, Graphs, compiled, padded_rows
+from draftsmith.models.compiling import BACKEND, Graphs, padded_rows
 from draftsmith.models.decoding.kv_cache import (
     LONGEST_TREE_NODES,
     KVCache,
@@ -41,13 +39,10 @@ from draftsmith.models.decoding.kv_cache import (
     to_device,
 )
 from draftsmith.models.decoding.recurrent import ChainStates, cache_layers
-from draftsmith.models.kernels.cpu_kernels import MOST_ROWS
 from draftsmith.models.kernels.cpu_layers import MOST_CALL_ROWS, CpuTarget
 from draftsmith.models.kernels.fused_projections import fuse_projections
 from draftsmith.models.target.features import FeatureTap
 from draftsmith.models.target.windows import Masks, get_windows, has_recurrent_layers
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,13 +50,11 @@ class Compiler:
     """Settings by which a `Forward` is compiled.
 
     backend: of `torch.compile`. must: whether a model that cannot be compiled is an error; if not, it runs uncompiled
-    after a warning. is_static: whether trees are padded to a few sizes, over the whole cache; None: on CUDA.
-    same_size: whether trees and plain steps are padded to one size; None: on CUDA in 16-bit floats.
+    after a warning. same_size: whether trees and plain steps are padded to one size; None: on CUDA in 16-bit floats.
     """
 
     backend: Any = BACKEND
     must: bool = True
-    is_static: bool | None = None
     same_size: bool | None = None
 
 
@@ -93,9 +86,8 @@ class Forward:
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         if self.compiler is not None:
             on_cuda, has_16_bits = self.device.type == "cuda", model.dtype in (torch.float16, torch.bfloat16)
-            self.is_static = on_cuda if self.compiler.is_static is None else self.compiler.is_static
-            same_size = on_cuda and has_16_bits if self.compiler.same_size is None else self.compiler.same_size
-            self.same_size = self.is_static and same_size
+            same_size = self.compiler.same_size
+            self.same_size = on_cuda and has_16_bits if same_size is None else same_size
             self.sizes = [aligned(1) if self.same_size else 1]  # of padded trees
             self._compile()
 
@@ -176,13 +168,13 @@ class Forward:
             logits, features = self._call(tokens, [length + depth for depth in depths], first, parents=parents)
             return logits, self._features(features)
         # Beyond a sliding window each type of layer has its own mask, for which nothing was compiled.
-        size = 0 if self.compiler is None or slides else self._size_of(num_rows)
-        width = size if size and self.is_static else len(parents)
+        size = 0 if self.compiler is None or slides or not self._graphs.works else self._size_of(num_rows)
+        width = size or len(parents)
         numbers = torch.zeros(num_rows, 2 + width, dtype=torch.int64)
         numbers[:, 0], numbers[:, 1] = torch.tensor(depths) + length, length
         numbers[:, 2 : 2 + len(parents)] = seen_nodes(parents, num_rows)
-        if size and (results := self._run_compiled(tokens, drafted, numbers, size)) is not None:
-            return results
+        if size:
+            return self._run_compiled(tokens, drafted, numbers, size)
         ids, numbers = to_device(list(tokens), self.device), to_device(numbers, self.device)
         if drafted is not None:
             ids = torch.cat([ids, drafted])
@@ -249,9 +241,6 @@ class Forward:
 
         With `same_size` it is that of the largest tree so far, known once every method has answered a question.
         """
-        if not self.is_static:
-            # A single token has a tree of two: a size of one would be a separate graph.
-            return max(2, num_rows) if num_rows <= MOST_ROWS else 0
         known = next((size for size in self.sizes if size >= num_rows), 0)
         if not known and self._grows:
             known = aligned(num_rows) if self.same_size else padded_rows(num_rows)
@@ -262,32 +251,18 @@ class Forward:
 
     def _run_compiled(
         self, tokens: Sequence[int], drafted: Tensor | None, numbers: Tensor, size: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """Run `size` rows, the first with these numbers; None where the model cannot be compiled, and need not be."""
-        assert self.compiler is not None
+    ) -> tuple[Tensor, Tensor]:
+        """Run `size` rows, the first with these numbers."""
         num_rows = len(numbers)
         ids = [for_device(list(tokens), self.device), *([] if drafted is None else [drafted])]
-        try:
-            if self.is_static:
-                logits, features = self._graphs(size, ids, for_device(numbers, self.device))
-                features = features[:num_rows].clone()  # drafters keep them
-            else:
-                more = size - num_rows
-                logits, features = self._dynamic(F.pad(ids[0], (0, more)), F.pad(numbers, (0, more, 0, more)))
-        except UserError as error:
-            if self.compiler.must:
-                raise
-            logger.warning("%s; running without compilation", str(error).partition(": use eval.compile")[0])
-            self.compiler = None
-            return None
-        return logits[:num_rows], self._features(features[:num_rows])
+        logits, features = self._graphs(size, ids, for_device(numbers, self.device))
+        return logits[:num_rows], self._features(features[:num_rows].clone())  # drafters keep them
 
     def _compile(self) -> None:
         """Compile from scratch at the next forward."""
         assert self.compiler is not None
         model, cache, tap, column_s = self.model, self.cache, self._tap, self._column_s
-        if self.is_static:
-            fuse_projections(model)
+        fuse_projections(model)
 
         def run(ids: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
             """Return logits [N, V] and features [N, F] of nodes of tokens [N].
@@ -301,9 +276,7 @@ class Forward:
             return logits, tap.take()[0]
 
         what = f"target {model.config.name_or_path or type(model).__name__}"
-        self._graphs = Graphs(run, what, self.device, self.compiler.backend, must=True)
-        dynamic = [(0, 0, MOST_ROWS), (1, 0, MOST_ROWS), (1, 1, MOST_ROWS + 2)]
-        self._dynamic: Callable[..., Any] = compiled(run, what, dynamic, self.compiler.backend)
+        self._graphs = Graphs(run, what, self.device, self.compiler.backend, self.compiler.must)
 
 
 class TreeCacheLayer(CacheLayerMixin):

@@ -1,8 +1,6 @@
-"""What `tune`, `prove` and `eval` leave in a run's folder, and evaluation in several processes."""
+"""What `tune`, `prove` and `eval` leave in a run's folder."""
 
 import json
-import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from draftsmith.cli.evaluate import evaluate
 from draftsmith.cli.prove import prove
 from draftsmith.cli.tune import tune
 from draftsmith.errors import UserError
-from draftsmith.eval.bench.records import RecordLog
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -50,22 +47,6 @@ def test_tuning_stores_the_fastest_tree(finished: FinishedRun) -> None:
     assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((RunFolder(recipe).drafter / "config.json").read_text())["tuned_tree"]
     assert tree["tree"] == tuned.chosen.tree
-
-
-@pytest.mark.slow
-def test_processes_share_the_questions(finished: FinishedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes measure every question once, with the answers of one process; then nothing is left to measure."""
-    recipe = load_recipe(finished.recipe)
-    file = RunFolder(recipe).eval / "records.jsonl"
-    alone = list(RecordLog(file))
-    shutil.rmtree(file.parent)
-    monkeypatch.setattr("draftsmith.cli.evaluate.gpus_for", lambda processes: ["7"] * processes)  # unused here
-    evaluate(recipe, processes=2)
-    shared = list(RecordLog(file))
-    answers = {record.question_id: {key: answer.ids for key, answer in record.answers.items()} for record in shared}
-    assert answers == {record.question_id: {k: a.ids for k, a in record.answers.items()} for record in alone}
-    by_process = Counter(record.answers["autoregressive@0"].process for record in shared)
-    assert sorted(by_process.values()) == [1, 1]
 
 
 def test_model_card_has_figures_and_proof_of_its_weights_only(finished: FinishedRun) -> None:

@@ -156,7 +156,7 @@ def test_what_was_distilled_decides(tmp_path: Path) -> None:
     assert with_recorded_date(recipe) is recipe
     conversations = {key: value for key, value in recipe.data.conversations.model_dump().items() if key != "mixture"}
     settings = {f"data.conversations.{key}": value for key, value in conversations.items()}
-    settings["data.conversations.filters"]["languages"] = []  # of the release before
+    settings["data.conversations.filters"] = {"languages": [], "max_turns": None}  # of the release before
     settings |= {"data.distill.temperature": 0.0, "data.distill.cut_answers": "drop", "seed": 3}
     write_json(RunFolder(recipe).data / "distill_settings.json", settings | {TEMPLATE_DATE: "2026-03-01"})
     decided, sentence = as_distilled(recipe)

@@ -156,17 +156,10 @@ def test_completions_of_ids_and_of_text(running: RunningServer, greedy: dict[str
         assert (too_long.status_code, "must have a Content-Length of at most" in too_long.text) == (413, True)
 
 
-def test_pages_and_metrics(running: RunningServer) -> None:
+def test_pages(running: RunningServer) -> None:
     (model,) = running.client.models.list().data
     assert model.id == "embedded"
     assert httpx2.get(f"{running.root}/health").json() == {"status": "ok"}
-    running.ask(QUESTIONS[0])
-    counted = dict(
-        line.rsplit(" ", 1) for line in running.http.get("/metrics").text.splitlines() if not line.startswith("#")
-    )
-    rounds, accepted = (float(counted[f"draftsmith_{name}_total"]) for name in ("rounds", "accepted_tokens"))
-    assert float(counted["draftsmith_generation_tokens_total"]) >= rounds + accepted > rounds > 0
-    assert counted["draftsmith_queue_requests"] == "0.0"
     page = httpx2.get(running.root).text
     assert "draftsmith" in page
     assert "://" not in page  # no request leaves the machine
@@ -281,8 +274,7 @@ def test_long_text_does_not_block_other_requests(running: RunningServer, monkeyp
 
 
 def test_wrong_key_is_refused(running: RunningServer) -> None:
-    for path in ("/v1/models", "/metrics"):
-        assert httpx2.get(f"{running.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert httpx2.get(f"{running.root}/v1/models", headers={"Authorization": "Bearer x"}).status_code == 401
     assert httpx2.get(f"{running.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
     with pytest.raises(openai.AuthenticationError, match="the API key is wrong or missing"):
         openai.OpenAI(base_url=f"{running.root}/v1", api_key="no", max_retries=0).models.list()
@@ -313,7 +305,7 @@ def test_full_queue_and_disconnected_client(small: RunningServer, greedy: dict[s
     next(iter(stream))
     stream.close()
     assert small.ask(QUESTIONS[0]).choices[0].message.content
-    assert 'draftsmith_answers_total{reason="gone"} 1.0' in small.http.get("/metrics").text
+    assert max(len(each.record.ids) for each in small.finished) <= NEW_TOKENS
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
         {"step": 50.0, "eval_loss": 1.0, "eval_accuracy_depth1": 0.5, "eval_accuracy_depth2": 0.25,
          "eval_tau_depth1": 1.5, "eval_tau_depth2": 1.62}
     )  # fmt: skip
-    source = CardSource(read=120, kept=100, distilled=98, without_answer=2, duplicates=7, filtered={"too long": 3})
+    source = CardSource(read=120, kept=100, distilled=98, without_answer=2, duplicates=7, invalid={"not JSON": 3})
     lengths = {"total": 9000.0, "mean": 90.0, "median": 80.0, "95 %": 200.0, "longest": 300.0}
     recipe = Recipe.model_validate(
         {

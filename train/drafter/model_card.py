@@ -11,15 +11,12 @@ import importlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import EvalResult
-from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from draftsmith.data.sources.files import JSON_SUFFIXES, TABLE_SUFFIXES
 from draftsmith.errors import masked
@@ -60,8 +57,8 @@ def write_drafter_card(
     """Write the model card of the run's drafter; return its file, or None if a user's own card is kept.
 
     Args:
-        figures: `rows` of the summary, one per method and temperature, and the `machine`, the `questions`, their
-            `dataset` and the `command` of the measurement; None if these weights were not measured.
+        figures: `rows` of the summary, one per method and temperature, and the `machine`, the `questions` and the
+            `command` of the measurement; None if these weights were not measured.
         proof: Result of `draftsmith prove` for these weights.
         publication: Upload to write the card into; a card that a user wrote by hand is copied into it unchanged.
     """
@@ -85,9 +82,7 @@ def write_drafter_card(
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     text = environment.from_string(template).render(
-        front_matter=yaml.safe_dump(
-            front_matter(recipe, figures, publication), sort_keys=False, allow_unicode=True
-        ).strip(),
+        front_matter=yaml.safe_dump(front_matter(recipe, publication), sort_keys=False, allow_unicode=True).strip(),
         mark=MARK,
         recipe=recipe,
         target=target,
@@ -108,9 +103,7 @@ def write_drafter_card(
     return file
 
 
-def front_matter(
-    recipe: Recipe, figures: dict[str, Any] | None = None, publication: Publication | None = None
-) -> dict[str, Any]:
+def front_matter(recipe: Recipe, publication: Publication | None = None) -> dict[str, Any]:
     """Return the card's YAML metadata for the Hub; it names target and conversations only if they are on the Hub."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
     values |= {} if publication is None else publication.license
@@ -124,33 +117,7 @@ def front_matter(
     papers = [f"arxiv:{paper}" for paper in _papers(recipe.drafter.kind)]
     tags = ["speculative-decoding", "draft-model", "drafter", "draftsmith", recipe.drafter.kind.replace("_", "-")]
     values["tags"] = list(dict.fromkeys([*tags, *papers]))
-    if figures is not None:
-        name = recipe.name if publication is None else publication.repo.rpartition("/")[2]
-        values["model-index"] = eval_results_to_model_index(name, list(_results(figures)))
     return values
-
-
-def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
-    """Yield tau and speedup of each row for the Hub's `model-index`: the means over tasks, if there are several."""
-    for row in figures["rows"]:
-        shown, which_mean = (row["over_tasks"], ", mean of tasks") if row.get("over_tasks") else (row, "")
-        which = f"{row['method']} at T = {row['temperature']:g}"
-        which += "" if row.get("lossless", True) else " (not lossless)"
-        for kind, name, value in (
-            ("acceptance_length", "tau", shown["tau"]),
-            ("speedup", "speedup", shown["speedup_mean"]),
-        ):
-            if value is None:  # of a task whose answers have one token
-                continue
-            yield EvalResult(
-                task_type="text-generation",
-                task_name="speculative decoding",
-                dataset_type=figures["dataset"],
-                dataset_name=figures["questions"].replace("`", ""),
-                metric_type=kind,
-                metric_name=f"{name}, {which}{which_mean}",
-                metric_value=round(value, 3),
-            )
 
 
 def _is_hub_id(name: str) -> bool:

@@ -285,8 +285,7 @@ def _times(
     turns = sum(len(question.turns) for question in questions)
     times = eval_.runs * len(eval_.temperatures) * (1 + len(eval_.methods))
     how = f"{turns} turns of {eval_.max_new_tokens} tokens x {times} (runs, temperatures, methods) at most"
-    how += f", {together} (eval --processes {num})" if num > 1 else ""
-    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1) / num, "seconds", how)]
+    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1), "seconds", how)]
 
 
 def read_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:

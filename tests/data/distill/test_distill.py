@@ -349,7 +349,6 @@ def test_processes_of_a_launch_share_the_conversations(
         ("data.distill.temperature=0.5", "data.distill.temperature"),
         ("data.conversations.split=all", "data.conversations.split = 'train'"),
         ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
-        ("data.conversations.filters.max_turns=2", "data.conversations.filters"),
         ("data.reasoning_tokens=[<a>, </a>]", "data.reasoning_tokens = None, now it is ['<a>', '</a>']"),
     ],
 )

@@ -124,15 +124,6 @@ def test_embedded_conversations() -> None:
     assert splits["train"][0]["id"] == "retrieval-ddfbb251a9fe"
 
 
-def test_filters(tmp_path: Path) -> None:
-    """Each at its border: two user turns, and with the answers seven tokens of a letter each."""
-    (tmp_path / "a.jsonl").write_text('{"turns": ["ab", "cd"], "answer": ["xyz", ""]}\n{"prompt": "a"}\n')
-    letters: Any = lambda texts, **_: {"input_ids": [list(text) for text in texts]}  # noqa: E731
-    for filters, kept in (({"max_turns": 2}, 2), ({"max_turns": 1}, 1), ({"max_tokens": 7}, 2), ({"max_tokens": 6}, 1)):
-        recipe = make_recipe(tmp_path / "a.jsonl", filters=filters)
-        assert len(list(load_conversations(recipe, tokenizer=letters))) == kept
-
-
 def test_splits_are_stable(tmp_path: Path) -> None:
     """Of 500 conversations about a tenth is held out; they stay held out when others are added around them."""
     file = tmp_path / "a.jsonl"
@@ -151,11 +142,10 @@ def test_splits_are_stable(tmp_path: Path) -> None:
 
 
 def test_source_without_conversations_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(jsonl("Is this a question or not?") + '{"turns": ["a", "b"]}\n')
+    (tmp_path / "a.jsonl").write_text(jsonl("Is this a question or not?"))
     (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["is this a question, or NOT"]}')
-    keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"max_turns": 1}}
-    with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
-        questions(tmp_path / "a.jsonl", **keys)
+    with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated\); set"):
+        questions(tmp_path / "a.jsonl", decontaminate=[str(tmp_path / "q.jsonl")])
     (tmp_path / "b.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
     with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no question, 1 not JSON\) skipped as invalid"):
         questions(tmp_path / "b.jsonl", skip_invalid=True)

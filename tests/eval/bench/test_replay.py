@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 def test_replayed_trees_have_the_same_rounds_as_the_loop(kind: str) -> None:
     """New drafters start as the target's layers or heads, so that some draft tokens are accepted.
 
-    Chains are in `tests/cli/test_agreement.py` and `tests/train/drafter/test_replayed_chains.py`.
+    Chains are in `tests/cli/test_agreement.py`.
     """
     torch.manual_seed(0)
     target = tiny_target(num_hidden_layers=4).double()

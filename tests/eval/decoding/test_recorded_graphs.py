@@ -175,7 +175,7 @@ def test_step_padded_to_a_tree_is_bitwise_equal(rows: int, monkeypatch: pytest.M
     monkeypatch.setattr(compiling, "_compile", lambda function, *_, **__: function)
     target = tiny_target(num_hidden_layers=3).bfloat16()
     chain = DraftTree([7, *(10 + node % 50 for node in range(rows - 1))], TreeShape.chain(rows - 1))
-    compiler = Compiler("eager", is_static=True, same_size=True)
+    compiler = Compiler("eager", same_size=True)
     with (
         TargetSession(target, 128, compiler=compiler) as session,
         TargetSession(target, 128) as plain,

@@ -61,7 +61,7 @@ def test_layer_of_a_compiled_target_has_four_products() -> None:
         if name.endswith("bias"):
             part.normal_()
     before, steps, products = storage_bytes(target), [], Products()
-    for compiler in (None, Compiler(products, is_static=True)):
+    for compiler in (None, Compiler(products)):
         with TargetSession(target, 40, compiler=compiler) as session:
             session.prefill(PROMPT)
             steps.append(session.forward_tree(TREE))

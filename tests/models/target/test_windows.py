@@ -110,7 +110,7 @@ def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
 @pytest.mark.slow
 def test_compiled_session_continues_beyond_the_window() -> None:
     target = build_windowed_target("gemma3")
-    with TargetSession(target, 64, compiler=Compiler("eager", is_static=True)) as session:
+    with TargetSession(target, 64, compiler=Compiler("eager")) as session:
         check_trees(session, target, [3, 4])
 
 

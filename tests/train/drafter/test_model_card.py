@@ -11,7 +11,7 @@ from support.finished_run import FinishedRun
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetRecipe
-from draftsmith.train.drafter.model_card import _results, front_matter, write_drafter_card
+from draftsmith.train.drafter.model_card import front_matter, write_drafter_card
 
 FIGURES: dict[str, Any] = {
     "rows": [
@@ -22,7 +22,6 @@ FIGURES: dict[str, Any] = {
     ],
     "questions": "21 questions of `embedded.jsonl`",
     "machine": "x86_64, 2 CPUs",
-    "dataset": "embedded",
     "command": "draftsmith run quickstart",
 }  # fmt: skip
 
@@ -104,16 +103,3 @@ def test_python_code_of_the_card_runs(finished: FinishedRun, capsys: pytest.Capt
     )
     exec(compile(code, "card", "exec"), {})
     assert capsys.readouterr().out.strip()
-
-
-def test_models_index_has_the_headline() -> None:
-    """The means over tasks, where there are several; else the pooled figures."""
-    pooled = {"method": "chain", "temperature": 0.0, "tau": 2.0, "speedup_mean": 1.204}
-    by_task = {"tau": 1.9, "speedup_mean": 1.22}
-    figures = {"rows": [{**pooled, "over_tasks": by_task}, {**pooled, "over_tasks": None}], "dataset": "x"}
-    found = [(each.metric_name, each.metric_value) for each in _results({**figures, "questions": "6 of x"})]
-    which = "chain at T = 0"
-    assert found == [
-        (f"tau, {which}, mean of tasks", 1.9), (f"speedup, {which}, mean of tasks", 1.22),
-        (f"tau, {which}", 2.0), (f"speedup, {which}", 1.204),
-    ]  # fmt: skip
