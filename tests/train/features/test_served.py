@@ -34,6 +34,7 @@ LAYERS = (1, 3, 4)  # of the drafter's [1, 3, -1]
 EPOCHS = {
     "max_steps": -1,
     "learning_rate": 1e-3,
+    "adam_epsilon": 1e-3,  # a smaller one lets AdamW turn the rounding of a tiny gradient into a step
     "num_train_epochs": 2,
     "per_device_train_batch_size": 2,
     "save_steps": 2,
@@ -69,8 +70,8 @@ def test_training_equals_online(server: FeatureServer, tmp_path: Path) -> None:
     train_drafter(recipe)
     for mine, other in zip(history_of(recipe), history_of(online), strict=True):
         assert mine.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
-    for name, value in weights_of(online).items():  # a tenth of what AdamW moves a weight by in a step
-        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-4, rtol=0)
+    for name, value in weights_of(online).items():
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
     assert server.requests == 1 + 2 * len(LENGTHS)
     assert list((tmp_path / "served").iterdir()) == []
 
@@ -84,7 +85,7 @@ def test_training_starts_from_a_trained_drafter(server: FeatureServer, tmp_path:
     train_drafter(online)
     train_drafter(recipe)
     for name, value in weights_of(online).items():
-        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-4, rtol=0)
+        torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
 
 
 def test_workers_of_the_loader_ask_for_the_same_rows(server: FeatureServer, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def test_target_parts_of_each_process(tmp_path: Path) -> None:
             assert each["drafter"] == expected
             if share:
                 alone = target_features(target, torch.arange(3, 15)[None], layers=(1, 3, -1))
-                assert each["features"] == alone.flatten().tolist()
+                # MKL's sums depend on where in memory a tensor begins.
+                assert each["features"] == pytest.approx(alone.flatten().tolist(), abs=1e-5)
         assert [each["reads"] for each in found] == reads
 
 
