@@ -49,6 +49,7 @@ from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.optimizer import multiplies_bf16_fast
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import recipe_arguments
@@ -147,8 +148,10 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
-    recipe_arguments(recipe)
-    yield Finding("train section", "ok", "transformers.TrainingArguments accepts it")
+    slow = recipe_arguments(recipe).bf16 and not multiplies_bf16_fast(target_device(recipe.target))
+    without = "train.bf16 is true, and this CPU has no bf16 instructions: set it to false, which trains faster"
+    fine = "transformers.TrainingArguments accepts it"
+    yield Finding.of("train section", fine, {}, (slow, "warning", without))
 
 
 def _check_start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:

@@ -271,6 +271,12 @@ def test_warning_or_remark(name: str, tmp_path: Path) -> None:
     assert re.search(sentence, findings[check]["sentence"])
 
 
+def test_bf16_is_slow_without_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "multiplies_bf16_fast", lambda device: False)
+    _, findings, _ = clinic(tmp_path).examine("train.bf16=true")
+    assert "set it to false" in findings["drafter/train section"]["sentence"]
+
+
 @pytest.mark.parametrize("kind", ["parallel", "dflash2"])
 def test_served_target_is_not_loaded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and decoding are compared on random features; dflash2's rounding in fp32 is no defect."""

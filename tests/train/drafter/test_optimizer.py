@@ -11,7 +11,7 @@ from torch import nn
 
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.optimizer import MuonWithAdamW, muon_parameters
+from draftsmith.train.drafter.optimizer import Fp32Muon, MuonWithAdamW, muon_parameters
 from draftsmith.train.drafter.stage import train_drafter
 
 
@@ -40,6 +40,24 @@ def test_first_step_of_muon_and_adamw_by_hand() -> None:
     assert torch.linalg.svdvals(update).tolist() == pytest.approx([1.0] * 4, abs=0.35)
     assert nn.functional.cosine_similarity(update.flatten(), orthogonalize(matrix.grad).flatten(), dim=0) > 0.98
     assert torch.allclose(vector.detach(), before_n - 0.01 * vector.grad.sign(), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
+def test_fp32_muon_steps_as_torchs_does_but_for_rounding(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    start_mn = torch.randn(shape)
+    gradients = [torch.randn(shape) for _ in range(3)]
+    moved = []
+    for kind in (torch.optim.Muon, Fp32Muon):
+        matrix = nn.Parameter(start_mn.clone())
+        optimizer = kind([matrix], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for gradient in gradients:
+            matrix.grad = gradient
+            optimizer.step()
+        moved.append((matrix.detach() - start_mn, optimizer.state[matrix]["momentum_buffer"]))
+    (theirs_mn, their_momentum_mn), (ours_mn, momentum_mn) = moved
+    assert (ours_mn - theirs_mn).norm() < 0.03 * theirs_mn.norm()  # bf16 keeps 8 bits
+    assert torch.equal(momentum_mn, their_momentum_mn)
 
 
 def test_heads_masks_and_norms_stay_with_adamw() -> None:
