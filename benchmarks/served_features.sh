@@ -3,16 +3,17 @@
 # The ratio of disk to online is the most that a server can reach, as from the disk no step waits for the target.
 #   benchmarks/served_features.sh DATA        DATA: the `data` folder of a smollm2-135m run, rows of 1,024 tokens
 # Nothing else may run. Needs `make vllm-env smollm2-target`. Writes runs/served_*/drafter/training.json, and of the turns
-# runs/served_features.json: the median tokens/s of the steps after the second, and ratios. DTYPE: of the target.
+# runs/served_features.json: the median tokens/s of the last steps, and ratios: rows for the first 16 steps are asked for at
+# the start, so that only later ones show whether the server keeps up. DTYPE: of the target. SET: further overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 data=$1
-: "${VLLM_PYTHON:=.venv-vllm/bin/python}" "${PYTHON:=.venv/bin/python}" "${TURNS:=3}" "${STEPS:=10}" "${PORT:=8072}" "${FOLDER:=/dev/shm/served_features}" "${DTYPE:=bfloat16}"
+: "${VLLM_PYTHON:=.venv-vllm/bin/python}" "${PYTHON:=.venv/bin/python}" "${TURNS:=3}" "${STEPS:=30}" "${PORT:=8072}" "${FOLDER:=/dev/shm/served_features}" "${DTYPE:=bfloat16}" "${SET:=}"
 cache=${DRAFTSMITH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/draftsmith}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 NO_COLOR=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=2 VLLM_LOGGING_LEVEL=WARNING
 common=(
     target.model="$cache/smollm2" target.gguf_file=SmolLM2-135M-Instruct.Q4_1.gguf target.dtype="$DTYPE"
-    data.max_length_tokens=1024 data.eval_rows_frac=0 train.logging_steps=1 train.save_strategy=no
+    data.max_length_tokens=1024 data.eval_rows_frac=0 train.logging_steps=1 train.save_strategy=no $SET
 )
 served=(data.features.source=server "data.features.server.urls=['http://127.0.0.1:$PORT']" data.features.server.folder="$FOLDER")
 begin() { rm -rf "runs/$1" && mkdir -p "runs/$1" && cp -r "$data" "runs/$1/data"; }
@@ -40,7 +41,7 @@ from pathlib import Path
 
 def tokens_per_s(run: str) -> float:
     history = json.loads(Path(f"runs/{run}/drafter/training.json").read_text())["history"]
-    return statistics.median([log["tokens_per_s"] for log in history if "tokens_per_s" in log][2:])
+    return statistics.median([log["tokens_per_s"] for log in history if "tokens_per_s" in log][16:])
 
 
 turns = range(1, int(sys.argv[1]) + 1)
