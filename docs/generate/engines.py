@@ -67,6 +67,8 @@ STEPS = {
     "step_fp32_peagle": Entry(SMOLLM2, VLLM, "`peagle`", "Zen 3"),
     "step_fp32_eagle3": Entry(SMOLLM2, VLLM, "`eagle3`", "Zen 3"),
     "step_fp32_dflash": Entry(SMOLLM2, VLLM, "`dflash`", "Zen 3"),
+    "step_coder_plain": Entry(CODER, VLLM, "nothing", "Zen 3"),
+    "step_coder_parallel": Entry(CODER, VLLM, PLUGIN, "Zen 3"),
 }
 PLAIN, NGRAM = "without drafter", "n-gram lookup"
 NO_DRAFT = "no draft"
@@ -178,9 +180,13 @@ def _lacks_evidence(result: dict[str, Any] | None) -> bool:
     return result is not None and not result["greedy"] and result["own_chain"] is None
 
 
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 10 else 1}f}"
+
+
 def _speed(row: dict[str, Any]) -> str:
     faster = f", **{row['speedup']:.2f}x**" if row["speedup"] else ""
-    return f"{row['tokens_per_s']:.0f} ({row['user_tokens_per_s']:.0f}){faster}"
+    return f"{_rate(row['tokens_per_s'])} ({_rate(row['user_tokens_per_s'])}){faster}"
 
 
 def engines_step() -> list[str]:
@@ -200,7 +206,7 @@ def engines_step() -> list[str]:
             cells = [f"{step[part]:.1f}" if part in step else "-" for part in parts]
             tables.setdefault(f"**{step['of_target']}, on {step['machine']}**", []).append(
                 f"| {entry.drafter} | {step['rows']} | {' | '.join(cells)} | {step['tau']:.2f} | "
-                f"{step['tokens_per_s']:.0f} |"
+                f"{_rate(step['tokens_per_s'])} |"
             )
     head = f"| drafts | rows | {' | '.join(parts.values())} | tau | tokens/s |"
     rule = "|---|---|" + "---|" * (len(parts) + 2)
