@@ -41,9 +41,8 @@ def muon_parameters(drafter: Drafter) -> list[str]:
 
 def multiplies_bf16_fast(device: torch.device) -> bool:
     """Return whether matrices in bf16 are multiplied at least as fast there as in fp32."""
-    return device.type != "cpu" or (
-        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    library = torch.backends.mkldnn
+    return device.type != "cpu" or (library.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Fp32Muon(torch.optim.Muon):
@@ -59,8 +58,9 @@ class Fp32Muon(torch.optim.Muon):
             for matrix_mn in group["params"]:
                 if (grad_mn := matrix_mn.grad) is None:
                     continue
-                state = self.state[matrix_mn]
-                momentum_mn = state.setdefault("momentum_buffer", torch.zeros_like(grad_mn))
+                momentum_mn = self.state[matrix_mn].get("momentum_buffer")
+                if momentum_mn is None:
+                    momentum_mn = self.state[matrix_mn]["momentum_buffer"] = torch.zeros_like(grad_mn)
                 momentum_mn.lerp_(grad_mn, 1 - group["momentum"])
                 update_mn = grad_mn.lerp(momentum_mn, group["momentum"])
                 matrix_mn.mul_(1 - group["lr"] * group["weight_decay"])
