@@ -40,33 +40,17 @@ SPEEDS = {
     "vllm_parallel_many": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 4"),
     "vllm_eagle": Entry(SMOLLM2, VLLM, "`eagle`", "Zen 4"),
     "llamacpp": Entry(SMOLLM2, LLAMACPP, "", "Zen 4"),
-    "vllm_fp32_parallel": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 3"),
-    "vllm_fp32_peagle": Entry(SMOLLM2, VLLM, "`peagle`", "Zen 3"),
-    "vllm_fp32_eagle3": Entry(SMOLLM2, VLLM, "`eagle3`", "Zen 3"),
-    "vllm_fp32_dflash": Entry(SMOLLM2, VLLM, "`dflash`", "Zen 3"),
-    "llamacpp_lookup": Entry(SMOLLM2, LLAMACPP, "", "Zen 3"),
-    "llamacpp_eagle3": Entry(SMOLLM2, LLAMACPP, "`eagle3`", "Zen 3"),
-    "llamacpp_dflash": Entry(SMOLLM2, LLAMACPP, "`dflash`", "Zen 3"),
-    "llamacpp_dflash2": Entry(SMOLLM2, LLAMACPP, "`dflash2`", "Zen 3"),
     "vllm_coder": Entry(CODER, VLLM, PLUGIN, "Zen 3"),
     "llamacpp_coder": Entry(CODER, LLAMACPP, "", "Zen 3"),
 }
 # Results with a run's own drafter in an engine, whose answers and acceptance were compared.
-COMPARED = (
-    "vllm_fp32_parallel", "vllm_coder", "vllm_fp32_peagle", "vllm_fp32_eagle3", "vllm_fp32_dflash", "vllm_eagle",
-    "llamacpp_eagle3", "llamacpp_dflash", "llamacpp_dflash2",
-)  # fmt: skip
+COMPARED = ("vllm_coder", "vllm_eagle")
 EVIDENCE = {"vllm_fp32": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 4")} | {name: SPEEDS[name] for name in COMPARED}
 STEPS = {
     "step_plain": Entry(SMOLLM2, VLLM, "nothing", "Zen 4"),
     "step_parallel": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 4"),
     "step_peagle": Entry(SMOLLM2, VLLM, "`peagle`, two layers, not trained", "Zen 4"),
     "step_eagle": Entry(SMOLLM2, VLLM, "`eagle`", "Zen 4"),
-    "step_fp32_plain": Entry(SMOLLM2, VLLM, "nothing", "Zen 3"),
-    "step_fp32_parallel": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 3"),
-    "step_fp32_peagle": Entry(SMOLLM2, VLLM, "`peagle`", "Zen 3"),
-    "step_fp32_eagle3": Entry(SMOLLM2, VLLM, "`eagle3`", "Zen 3"),
-    "step_fp32_dflash": Entry(SMOLLM2, VLLM, "`dflash`", "Zen 3"),
     "step_coder_plain": Entry(CODER, VLLM, "nothing", "Zen 3"),
     "step_coder_parallel": Entry(CODER, VLLM, PLUGIN, "Zen 3"),
 }
@@ -77,10 +61,6 @@ LINES = {
     NGRAM: "#bf8700",
     PLUGIN: "#0969da",
     "`eagle`": "#1a7f37",
-    "`eagle3`": "#cf222e",
-    "`peagle`": "#8250df",
-    "`dflash`": "#bc4c00",
-    "`dflash2`": "#bf3989",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 64, 186, 56, 52
 # A target's dtype is an override, an option, or the end of a converted file's name; of llama.cpp's, its file's type.
