@@ -8,7 +8,7 @@ tau_committed         tokens committed per round, without tokens accepted past a
                       which nothing was drafted (no n-gram was found): our own decoder's tau
 acceptance_by_depth   share of all drafts whose token at depth 1, 2, ... was accepted
 tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
-user_tokens_per_s     tokens per second of one answer, from its first token on; median over answers
+user_tokens_per_s     tokens per second of one answer, of its whole time; median over answers
 first_token_s         median over answers
 """
 
@@ -41,7 +41,7 @@ DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; committed: without tokens "
     "accepted past an answer's end and with rounds without a draft, which is draftsmith's tau. Accepted at depth 1, "
     "2, ...: share of drafts whose token was accepted. concurrency: concurrent questions; first token, and tokens/s of "
-    "a user (from the first token on): median over answers."
+    "a user (of an answer, over its whole time): median over answers."
 )
 
 
@@ -181,7 +181,7 @@ class ArmResult:
         committed = tokens - len(self.answers)  # a prompt gives each answer's first token
         rounds = max(counts.drafts, committed - counts.accepted_tokens)
         first = [answer.first_token_s for answer in self.answers]
-        speeds = [(len(answer.ids) - 1) / answer.rest_s for answer in self.answers if answer.rest_s > 0]
+        speeds = [len(answer.ids) / (answer.first_token_s + answer.rest_s) for answer in self.answers if answer.ids]
         return LoadTestRow(
             arm=self.arm,
             temperature=self.temperature,
