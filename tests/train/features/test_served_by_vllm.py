@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.served_drafters import load_embedded
-from support.tiny_runs import history_of, recipe_in
+from support.tiny_runs import have_equal_weights, history_of, recipe_in
 from support.vllm_answers import generate_answers
 from support.vllm_server import NEEDS_VLLM, vllm_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -72,9 +71,8 @@ def embedded_run(folder: Path, name: str, rows: list[dict[str, Any]], *urls: str
 @pytest.fixture
 def server(tmp_path: Path, rows: list[dict[str, Any]]) -> Iterator[VllmServer]:
     arguments = server_arguments(embedded_run(tmp_path, "arguments", rows, "http://127.0.0.1:1"))
-    started = VllmServer({**arguments, **SMALL}, "the test")
-    yield started
-    started.close()
+    with closing(VllmServer({**arguments, **SMALL}, "the test")) as started:
+        yield started
 
 
 def check_equal(target: Any, found: torch.Tensor, ids: torch.Tensor) -> None:
@@ -130,12 +128,9 @@ def test_answers_come_with_their_features(tmp_path: Path) -> None:
     }
     drafter = {"options": {"num_masks": 2, "feature_layers": [*LAYERS]}}
     recipe = recipe_in(tmp_path, target={"model": "embedded", "dtype": "float32"}, drafter=drafter, data=data)
-    server = VllmServer({**server_arguments(recipe), **SMALL}, "the test")
-    recipe.data.distill.options["base_urls"] = [server.url]
-    try:
+    with closing(VllmServer({**server_arguments(recipe), **SMALL}, "the test")) as server:
+        recipe.data.distill.options["base_urls"] = [server.url]
         run_distill(recipe)
-    finally:
-        server.close()
     write_features(recipe, project_features(recipe), progress=False)
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
     index, (target, _) = FeatureIndex.read(RunFolder(recipe).features), load_target(recipe.target)
@@ -153,14 +148,11 @@ def test_full_disk_is_said(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     recipe = embedded_run(tmp_path, "run", rows, "http://127.0.0.1:1")
     arguments = server_arguments(recipe)
     arguments["kv_transfer_config"]["kv_connector_extra_config"]["min_free_bytes"] = 1 << 60
-    server = VllmServer({**arguments, **SMALL}, "the test")
-    recipe.data.features.server.urls = [server.url]
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
-    try:
+    with closing(VllmServer({**arguments, **SMALL}, "the test")) as server:
+        recipe.data.features.server.urls = [server.url]
         with pytest.raises(UserError, match=r"gives no features \(it could not write .* bytes are free on the disk"):
             ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS).check_servers()
-    finally:
-        server.close()
 
 
 def test_features_of_tensor_parallel_servers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
@@ -174,12 +166,9 @@ def test_features_of_tensor_parallel_servers(tmp_path: Path, rows: list[dict[str
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     recipe = embedded_run(tmp_path, "run", rows, "http://127.0.0.1:1", model=str(tmp_path / "target"))
-    server = VllmServer({**server_arguments(recipe), **SMALL, "tensor_parallel_size": 2}, "the test")
-    try:
+    with closing(VllmServer({**server_arguments(recipe), **SMALL, "tensor_parallel_size": 2}, "the test")) as server:
         recipe.data.features.server.urls = [server.url]
         check_features(recipe, rows)
-    finally:
-        server.close()
 
 
 def test_training_equals_online(server: VllmServer, tmp_path: Path, rows: list[dict[str, Any]]) -> None:
@@ -213,17 +202,16 @@ def test_killed_servers_lose_no_row(
             servers[1] = VllmServer(alone, "the test")
         return fetch(self, row)
 
-    whole = embedded_run(tmp_path, "whole", rows, urls[0])
-    train_drafter(whole)
-    monkeypatch.setattr(ServedFeatures, "fetch", kill_midway)
-    monkeypatch.setattr(answer_features, "FILE_TIMEOUT_S", 2.0)
-    recipe = embedded_run(tmp_path, "two", rows, *urls)
-    recipe.train["dataloader_num_workers"], recipe.train["dataloader_prefetch_factor"] = 0, None
     try:
+        whole = embedded_run(tmp_path, "whole", rows, urls[0])
+        train_drafter(whole)
+        monkeypatch.setattr(ServedFeatures, "fetch", kill_midway)
+        monkeypatch.setattr(answer_features, "FILE_TIMEOUT_S", 2.0)
+        recipe = embedded_run(tmp_path, "two", rows, *urls)
+        recipe.train["dataloader_num_workers"], recipe.train["dataloader_prefetch_factor"] = 0, None
         train_drafter(recipe)
     finally:
-        for server in servers:
-            server.close()
+        for each in servers:
+            each.close()
     assert next(numbers) > 31
-    ours, alone_weights = (load_file(RunFolder(each).drafter / "model.safetensors") for each in (recipe, whole))
-    assert all(torch.equal(ours[name], weights) for name, weights in alone_weights.items())
+    assert have_equal_weights(whole, recipe)
