@@ -262,9 +262,10 @@ def send_questions(
 
 
 def with_speedups(rows: list[LoadTestRow]) -> list[LoadTestRow]:
-    """Set each row's `speedup` over the arm without drafter at the same temperature and concurrency."""
-    plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
-    for row in rows:
+    """Set each row's `speedup` over the arm without drafter, all else equal; None where an answer failed."""
+    whole = [row for row in rows if not row.failures]
+    plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in whole if row.arm == PLAIN}
+    for row in whole:
         base = plain.get((row.temperature, row.concurrency))
         row.speedup = row.tokens_per_s / base if row.arm != PLAIN and base and row.tokens_per_s else None
     return rows

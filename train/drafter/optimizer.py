@@ -52,8 +52,7 @@ class Fp32Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for matrix_mn in group["params"]:
                 if (grad_mn := matrix_mn.grad) is None:
@@ -66,7 +65,6 @@ class Fp32Muon(torch.optim.Muon):
                 matrix_mn.mul_(1 - group["lr"] * group["weight_decay"])
                 factor = 0.2 * max(matrix_mn.shape) ** 0.5
                 matrix_mn.add_(self._orthogonalize(update_mn, group), alpha=-group["lr"] * factor)
-        return loss
 
     @staticmethod
     def _orthogonalize(matrix_mn: Tensor, group: dict[str, Any]) -> Tensor:

@@ -81,9 +81,10 @@ def test_concurrency_failures_and_turns_without_room(tokenizer: Any) -> None:
 
 
 def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
-    def row(arm: str, concurrency: int, tokens_per_s: float) -> LoadTestRow:
-        return LoadTestRow(arm, 0.0, concurrency, tokens_per_s, *[None] * 3, [])
+    def row(arm: str, concurrency: int, tokens_per_s: float, **failures: int) -> LoadTestRow:
+        return LoadTestRow(arm, 0.0, concurrency, tokens_per_s, *[None] * 3, [], failures=failures)
 
-    rows = with_speedups([row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(DRAFTING, 1, 15), row(DRAFTING, 4, 30)])
-    assert [each.speedup for each in rows] == [None, None, 1.5, 0.75]
+    plain = [row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(PLAIN, 16, 70, timeout=1)]
+    rows = with_speedups([*plain, row(DRAFTING, 1, 15), row(DRAFTING, 4, 30), row(DRAFTING, 16, 50)])
+    assert [each.speedup for each in rows] == [None, None, None, 1.5, 0.75, None]
     assert with_speedups([row(DRAFTING, 1, 15)])[0].speedup is None

@@ -90,9 +90,7 @@ def test_training_starts_from_a_trained_drafter(server: FeatureServer, tmp_path:
 
 def test_workers_of_the_loader_ask_for_the_same_rows(server: FeatureServer, tmp_path: Path) -> None:
     alone = served_run(tmp_path, "alone", server.url)
-    many = served_run(
-        tmp_path, "many", server.url, train={"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2}
-    )
+    many = served_run(tmp_path, "many", server.url, train={"dataloader_num_workers": 2})
     train_drafter(alone)
     train_drafter(many)
     assert have_equal_weights(alone, many)
