@@ -55,8 +55,6 @@ STEPS = {
     "step_parallel": Entry(SMOLLM2, VLLM, PLUGIN, "Zen 4"),
     "step_peagle": Entry(SMOLLM2, VLLM, "`peagle`", "Zen 4"),
     "step_eagle3": Entry(SMOLLM2, VLLM, "`eagle3`", "Zen 4"),
-    "step_coder_plain": Entry(CODER, VLLM, "nothing", "Zen 3"),
-    "step_coder_parallel": Entry(CODER, VLLM, PLUGIN, "Zen 3"),
 }
 PLAIN, NGRAM = "without drafter", "n-gram lookup"
 NO_DRAFT = "no draft"
