@@ -201,12 +201,13 @@ class OpenAIEngine:
             await server.client.close()
 
     def _connect(self, url: str) -> Server:
+        connect_s = CONNECT_TIMEOUT_S if self.retries else 60.0  # a load test makes servers slow, and never retries
         client = openai.AsyncOpenAI(
             base_url=url,
             api_key=self._api_key or NO_KEY,
             max_retries=self.retries,
             http_client=BoundedClient(self.options.timeout_s),
-            timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
+            timeout=openai.Timeout(self.options.timeout_s, connect=min(connect_s, self.options.timeout_s)),
         )
         return Server(url, client, self.options.concurrency_per_server)
 
