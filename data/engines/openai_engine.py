@@ -51,7 +51,6 @@ from draftsmith.errors import UserError, read_api_key
 from draftsmith.recipes.schema import Section
 
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
-CONNECT_TIMEOUT_S = 10.0
 # These concern one request. All others from 400 on concern all requests.
 REQUEST_REFUSED = {400, 413, 422, 451}
 
@@ -125,6 +124,7 @@ class OpenAIEngine:
 
     Options = OpenAIOptions
     retries = 2  # by the client, within each attempt
+    connect_timeout_s = 10.0
     asks_trial = True  # send a request of one token first, so that wrong settings show early
     start_command = "python -m vllm.entrypoints.openai.api_server --model"  # of a server, for messages
 
@@ -201,13 +201,12 @@ class OpenAIEngine:
             await server.client.close()
 
     def _connect(self, url: str) -> Server:
-        connect_s = CONNECT_TIMEOUT_S if self.retries else 60.0  # a load test makes servers slow, and never retries
         client = openai.AsyncOpenAI(
             base_url=url,
             api_key=self._api_key or NO_KEY,
             max_retries=self.retries,
             http_client=BoundedClient(self.options.timeout_s),
-            timeout=openai.Timeout(self.options.timeout_s, connect=min(connect_s, self.options.timeout_s)),
+            timeout=openai.Timeout(self.options.timeout_s, connect=min(self.connect_timeout_s, self.options.timeout_s)),
         )
         return Server(url, client, self.options.concurrency_per_server)
 

@@ -178,6 +178,7 @@ class Endpoint(OpenAIEngine):
     engine, prefix, counting = "vLLM", "vllm", "without --disable-log-stats"
     ids_option = "return_token_ids"
     retries = 0
+    connect_timeout_s = 60.0  # a load test makes servers slow
     asks_trial = False  # its tokens would be counted
 
     @staticmethod
