@@ -6,8 +6,6 @@ VENV ?= .venv
 # Installed first and pinned: a bare `torch` would pull gigabytes of CUDA. For a GPU: make setup TORCH=torch, whose build on PyPI
 # asks for a driver of CUDA 13; `draftsmith doctor` says whether torch can use yours.
 TORCH ?= torch==2.13.0
-# Of pyproject.toml: `ci` has DeepSpeed too, whose tests are skipped without.
-EXTRAS ?= dev
 # The embedded target is so small that more threads cost more than they give.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
@@ -90,7 +88,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: draftsmith needs Python >= 3.11; say which with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $(READY)
 
 vllm-env: $(VLLM_READY)

@@ -93,7 +93,7 @@ def train(
 ) -> None:
     """Train the drafter.
 
-    FSDP2, ZeRO and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
+    FSDP2 and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
     """
     loaded = load_recipe(recipe, overrides)
     if processes > 1:
@@ -463,7 +463,7 @@ def plan(
         typer.Option(min=0.001, help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
+        int, typer.Option(min=1, help="Plan for N processes, by DDP: the memory that each needs, and the time.")
     ] = 1,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run a few training steps here to measure memory and time.")

@@ -55,7 +55,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Return D, the target's hidden size. DeepSpeed's `auto` sizes are computed from it."""
+        """Return D, the target's hidden size."""
         return self.target_config.get("hidden_size", 0)
 
     @property

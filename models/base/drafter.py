@@ -37,8 +37,8 @@ from draftsmith.models.loss import (
 from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 
-# Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
-# that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
+# Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with its own
+# weights split among processes (FSDP2).
 TrainingMode = Literal["offline", "split_weights"]
 
 

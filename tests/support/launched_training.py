@@ -29,18 +29,15 @@ NOT_LEFT = "the interpreter ends while its process group is there"
 
 
 def config_for_two_cpus(name: str, folder: Path) -> Path:
-    """Write a shipped configuration changed to run on two CPUs; zero1 is zero2 with the change in its header."""
-    shipped = "zero2" if name == "zero1" else name
-    values = yaml.safe_load((SHIPPED / f"{shipped}.yaml").read_text(encoding="utf-8"))
-    if name == "zero1":
-        values["deepspeed_config"]["zero_stage"] = 1
+    """Write a shipped configuration changed to run on two CPUs."""
+    values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
     file = folder / f"launch-{name}.yaml"
     file.write_text(yaml.safe_dump({**values, "num_processes": 2, "use_cpu": True}), encoding="utf-8")
     return file
 
 
 def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
-    values = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    values = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if signals is not None:
         values[SIGNALS] = json.dumps(signals)
         values["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -51,8 +48,6 @@ def launch(
     config: Path, recipe: Recipe, *overrides: str, signals: dict[int, tuple[int, str]] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `accelerate launch` on a free port until it ends."""
-    if signals is None and config.stem.startswith("launch-zero"):
-        signals = {}  # by `main`, which avoids compiling an operator
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
     script = SCRIPT if signals is None else Path(__file__)
     return subprocess.run(
@@ -83,11 +78,6 @@ def main() -> None:
             super().__init__(*args, callbacks=[SignalItself()], **kwargs)
 
     stage.DrafterTrainer = Signalled  # type: ignore[misc]
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed
-
-        # Otherwise DeepSpeed compiles its shared-memory all-reduce, for minutes on a busy machine; gloo has one.
-        deepspeed.ops.__compatible_ops__ = {}
     atexit.register(_say_whether_it_left)  # the first one registered is the last one called
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

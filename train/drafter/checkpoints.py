@@ -1,8 +1,8 @@
 """Choice of the checkpoint to resume from: the newest complete one. Incomplete ones are moved aside and reported.
 
 A checkpoint's `manifest.json` is written last. It has the size or, for small files, the hash of each file, the number
-of processes and the kind of launch. So a checkpoint is complete if its files match its manifest, whether the Trainer,
-FSDP2 or DeepSpeed wrote it.
+of processes and the kind of launch. So a checkpoint is complete if its files match its manifest, whether the Trainer
+or FSDP2 wrote it.
 """
 
 import hashlib
@@ -10,10 +10,11 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_atomically
-from draftsmith.train.processes.launch import Launch
+from draftsmith.train.processes.launch import Launch, Strategy
 
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 DAMAGED = "damaged-"
@@ -39,7 +40,7 @@ def _fingerprint(file: Path) -> str:
 def write_manifest(checkpoint: Path, launch: Launch) -> None:
     """Write `manifest.json` with the checkpoint's files; call it when all processes have written theirs."""
     files = {str(path.relative_to(checkpoint)): _fingerprint(path) for path in checkpoint.rglob("*") if path.is_file()}
-    manifest = Manifest(launch.name, launch.processes, files)
+    manifest = Manifest(launch.strategy, launch.processes, files)
     write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
@@ -86,17 +87,18 @@ def check_same_launch(checkpoint: Path, launch: Launch) -> None:
             model.
     """
     written = read_json(checkpoint / MANIFEST, Manifest, "")
-    processes, restart = written.processes, f"or delete {checkpoint.parent} to train from scratch"
+    processes, restart = written.processes, f"delete {checkpoint.parent} to train from scratch"
     if processes != launch.processes:
         are = f"are {launch.processes}" if launch.processes > 1 else "is one"
         raise UserError(
             f"{checkpoint} was written by {processes} process{'es' * (processes > 1)} and there {are} now: training "
-            f"resumes exactly with the same number only, so launch {processes} again, {restart}"
+            f"resumes exactly with the same number only, so launch {processes} again, or {restart}"
         )
-    if written.launch != launch.name:
+    if written.launch != launch.strategy:
+        # What an earlier release launched may have been removed since.
+        again = "launch it as before, or " if written.launch in get_args(Strategy) else ""
         raise UserError(
-            f"{checkpoint} was written under {written.launch}, which {launch.name} cannot read: launch it as "
-            f"before, {restart}"
+            f"{checkpoint} was written under {written.launch}, which {launch.strategy} cannot read: {again}{restart}"
         )
 
 

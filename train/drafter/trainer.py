@@ -61,7 +61,7 @@ from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.processes.launch import detect_launch
-from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
+from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, whole_weights
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
@@ -167,10 +167,8 @@ class DrafterTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self._launch.strategy == "fsdp":
+        if self._launch.strategy == "FSDP2":
             set_up_fsdp(self)
-        elif self._launch.strategy == "zero":
-            set_up_zero(self)
 
     def get_train_dataloader(self) -> DataLoader:
         return even_out(super().get_train_dataloader())
@@ -269,7 +267,7 @@ class DrafterTrainer(Trainer):
             else:
                 features, teacher = self._drafter.training_features(self._target, ids, positions, mask)
         # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
-        half = self.args.bf16 and self._launch.strategy == "fsdp"
+        half = self.args.bf16 and self._launch.strategy == "FSDP2"
         with torch.autocast(device_type, dtype=torch.bfloat16) if half else nullcontext():
             return model(
                 ids,
@@ -394,8 +392,8 @@ class DrafterTrainer(Trainer):
                     f"{checkpoint}, which holds the best weights by validation, is missing: restore it, or set "
                     "validation.keep=last"
                 )
-        if self._launch.strategy in ("fsdp", "zero"):
-            load_whole_weights(self.model, checkpoint, self._launch)
+        if self._launch.strategy == "FSDP2":
+            load_whole_weights(self.model, checkpoint)
         else:
             self._load_from_checkpoint(str(checkpoint))
 

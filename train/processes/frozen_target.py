@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import distributed
 from transformers import PreTrainedModel
-from transformers.integrations import deepspeed
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
@@ -31,16 +30,12 @@ def outside_the_launch() -> Iterator[None]:
     """Make transformers load whole models in every process while this context is active.
 
     With FSDP's RAM-efficient loading, all processes but the first would get zeros for FSDP to fill, which never sees
-    the target. Under ZeRO-3 transformers would split the target's weights, for an engine that never runs it, and the
-    drafter's weights before they are initialised from the target.
+    the target.
     """
     setting = os.environ.pop(RAM_EFFICIENT, None)
-    zero = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = zero
         if setting is not None:
             os.environ[RAM_EFFICIENT] = setting
 

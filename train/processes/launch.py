@@ -1,13 +1,11 @@
-"""Detection of the launch (one process, or several under DDP, FSDP or DeepSpeed's ZeRO), and checks that it can work.
+"""Detection of the launch (one process, or several under DDP or FSDP), and checks that it can work.
 
-`accelerate launch` and `torchrun` set environment variables; `train.deepspeed` and `train.fsdp` of a recipe are the
-Trainer's own way to choose the same.
+`accelerate launch` and `torchrun` set environment variables; `train.fsdp` of a recipe is the Trainer's own way to
+choose FSDP.
 """
 
 import atexit
 import functools
-import importlib.util
-import json
 import logging
 import os
 import signal
@@ -16,7 +14,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import distributed
@@ -29,7 +26,6 @@ from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RANKS, environment_number, is_first_process
 from draftsmith.recipes.schema import Recipe
 
-ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
 # Ways to split layers, sequences and data over devices, set by accelerate's `parallelism_config`.
 SPLITS = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
@@ -42,43 +38,29 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
 LAUNCHERS = (*RANKS, *MPI_WORLD_SIZES, "LOCAL_", "MASTER_", "ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")  # prefixes
-Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
+# As messages and the manifests of checkpoints name them.
+Strategy = Literal["one process", "DDP", "FSDP1", "FSDP2", "Megatron-LM"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How training was launched: strategy, processes on all machines, version (FSDP's, or ZeRO's stage; else 0)."""
+    """How training was launched: strategy, and number of processes on all machines."""
 
     strategy: Strategy
     processes: int = 1
-    version: int = 0
-
-    @property
-    def name(self) -> str:
-        """Return the strategy's name in messages, as `FSDP2` or `ZeRO-3`."""
-        words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
-        return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
 
 def detect_launch(args: TrainingArguments) -> Launch:
-    """Return the strategy and the number of processes of this launch, from arguments and environment.
-
-    Raises:
-        UserError: A DeepSpeed configuration cannot be read.
-    """
+    """Return the strategy and the number of processes of this launch, from arguments and environment."""
     processes = args.world_size
-    if args.deepspeed or _is_set("ACCELERATE_USE_DEEPSPEED"):
-        stage = _deepspeed_config(args).get("zero_optimization", {}).get("stage", 0)
-        return Launch("zero", processes, int(stage))
-    if args.fsdp:
-        return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
-    if _is_set("ACCELERATE_USE_FSDP"):
-        return Launch("fsdp", processes, environment_number("FSDP_VERSION"))
+    if args.fsdp or _is_set("ACCELERATE_USE_FSDP"):
+        version = args.fsdp_config.get("version", 2) if args.fsdp else environment_number("FSDP_VERSION")
+        return Launch("FSDP2" if int(version) == 2 else "FSDP1", processes)
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        return Launch("megatron", processes)
-    return Launch("ddp" if processes > 1 else "single", processes)
+        return Launch("Megatron-LM", processes)
+    return Launch("DDP" if processes > 1 else "one process", processes)
 
 
 def let_recipe_decide(values: Mapping[str, Any]) -> None:
@@ -89,12 +71,15 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
     Raises:
         UserError: A launcher's variables name several processes, but not the address where these meet; a variable is
-            not a number; or DeepSpeed is not installed.
+            not a number; or DeepSpeed is requested.
     """
     for name in [name for name, value in os.environ.items() if name.startswith(LAUNCHERS) and not value.strip()]:
         del os.environ[name]  # accelerate would read it as a number
-    if (values.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED")) and not importlib.util.find_spec("deepspeed"):
-        raise UserError("ZeRO needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`")
+    if values.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise UserError(
+            "DeepSpeed is not supported any more: leave train.deepspeed out, and launch with "
+            "recipes/accelerate/fsdp2.yaml, which splits the same by FSDP2, or with multi_gpu.yaml, by DDP"
+        )
     for name, key in DECIDED_BY_RECIPE.items():
         value = os.environ.pop(name, "no").lower()
         if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
@@ -153,73 +138,50 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def _deepspeed_config(args: TrainingArguments) -> dict[str, Any]:
-    config: Any = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if not config or config == "none":
-        stage = environment_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", ZERO_STAGE_BY_DEFAULT, least=0)
-        return {"zero_optimization": {"stage": stage}}
-    if not isinstance(config, dict):
-        try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"the DeepSpeed configuration {config} cannot be read ({error}): correct it") from None
-    return dict(config)
-
-
 def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
     """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
 
     Raises:
         UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
-    if launch.strategy == "megatron":
+    if launch.strategy == "Megatron-LM":
         raise UserError(
             "accelerate was configured for Megatron-LM, which cannot train drafters: launch with one of the files in "
             "recipes/accelerate, such as multi_gpu.yaml"
         )
-    if launch.strategy == "fsdp" and launch.version != 2:
+    if launch.strategy == "FSDP1":
         raise UserError(
-            f"accelerate was configured for FSDP version {launch.version}, which flattens weights, so that depth "
-            "weights and learning rates cannot be set by their names: set fsdp_version: 2, as in "
-            "recipes/accelerate/fsdp2.yaml"
+            "accelerate was configured for FSDP version 1, which flattens weights, so that depth weights and learning "
+            "rates cannot be set by their names: set fsdp_version: 2, as in recipes/accelerate/fsdp2.yaml"
         )
-    if launch.strategy == "fsdp" and launch.processes < 2:
+    if launch.strategy == "FSDP2" and launch.processes < 2:
         raise UserError("FSDP splits weights among processes and there is one: launch several, or leave FSDP out")
-    if launch.strategy == "fsdp" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
+    if launch.strategy == "FSDP2" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
         raise UserError(
             "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out"
         )
-    if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
+    if launch.strategy == "FSDP2" and args.load_best_model_at_end:
         raise UserError(
-            f"key `train.optimizer`: {launch.name} flattens weights, and Muon needs whole matrices: set "
-            "train.optimizer=adamw, or launch with recipes/accelerate/multi_gpu.yaml or fsdp2.yaml"
+            "key `validation.keep`: FSDP2 ends with the weights of its last step: leave it out, or launch with "
+            "recipes/accelerate/multi_gpu.yaml"
         )
-    if launch.strategy in ("fsdp", "zero") and args.load_best_model_at_end:
+    if launch.strategy == "FSDP2" and args.save_only_model:
         raise UserError(
-            f"key `validation.keep`: {launch.name} ends with the weights of its last step: leave it out, or launch "
-            "with recipes/accelerate/multi_gpu.yaml"
-        )
-    if launch.strategy in ("fsdp", "zero") and args.save_only_model:
-        raise UserError(
-            f"key `train.save_only_model`: with {launch.name} a checkpoint without the optimiser's state cannot be "
-            "resumed: leave it out"
+            "key `train.save_only_model`: with FSDP2 a checkpoint without the optimiser's state cannot be resumed: "
+            "leave it out"
         )
     split = [name for name in SPLITS if environment_number(f"PARALLELISM_CONFIG_{name}_SIZE") > 1]
-    asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
-    if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
-        asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
-    if asks:
+    if split:
         raise UserError(
-            f"{asks[0]} above 1: drafters are trained by DDP, FSDP2 or ZeRO, so leave it out; a target that does not "
-            "fit is served by vLLM, with data.features.source=server"
+            f"accelerate's parallelism_config asks for {split[0].lower()}_size above 1: drafters are trained by DDP or "
+            "FSDP2, so leave it out; a target that does not fit is served by vLLM, with data.features.source=server"
         )
     kind = recipe.drafter.kind
     unsupported = load_drafter_class(kind).unsupported
-    splits_weights = launch.strategy == "fsdp" or (launch.strategy == "zero" and launch.version == 3)
-    if splits_weights and "split_weights" in unsupported:
+    if launch.strategy == "FSDP2" and "split_weights" in unsupported:
         raise UserError(
-            f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {unsupported['split_weights']}: launch "
-            "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
+            f"drafter.kind `{kind}` cannot be trained with FSDP2, as {unsupported['split_weights']}: launch with "
+            "recipes/accelerate/multi_gpu.yaml, or leave out what is in the way"
         )
 
 

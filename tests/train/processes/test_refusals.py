@@ -1,5 +1,6 @@
 """The launch is detected from the environment; impossible combinations are refused before anything is loaded."""
 
+import json
 import os
 import signal
 import socket
@@ -14,12 +15,12 @@ from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, is_first_process
+from draftsmith.train.drafter.checkpoints import MANIFEST, check_same_launch
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
 
-DDP, FSDP2, ZERO2, ZERO3 = Launch("ddp", 2), Launch("fsdp", 2, 2), Launch("zero", 2, 2), Launch("zero", 2, 3)
-ALONE = Launch("single")
+ALONE, DDP, FSDP2 = Launch("one process"), Launch("DDP", 2), Launch("FSDP2", 2)
 
 
 def make_arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
@@ -30,13 +31,10 @@ def make_arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
     ("environment", "expected"),
     [
         ({}, ALONE),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Launch("fsdp", 1, 2)),
-        ({"ACCELERATE_USE_FSDP": "true"}, Launch("fsdp", 1, 1)),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Launch("FSDP2")),
+        ({"ACCELERATE_USE_FSDP": "true"}, Launch("FSDP1")),
         ({"ACCELERATE_USE_FSDP": "false"}, ALONE),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, Launch("zero", 1, 2)),
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Launch("zero", 1, 3)),
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}, Launch("zero", 1, 2)),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("Megatron-LM")),
     ],
 )
 def test_detect_launch(
@@ -51,13 +49,11 @@ def test_detect_launch(
 @pytest.mark.parametrize(
     ("launch", "kind", "data", "train", "message"),
     [
-        (Launch("megatron", 2), "parallel", {}, {}, "Megatron-LM, which cannot train drafters: launch with"),
-        (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
-        (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
+        (Launch("Megatron-LM", 2), "parallel", {}, {}, "Megatron-LM, which cannot train drafters: launch with"),
+        (Launch("FSDP1", 2), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
+        (Launch("FSDP2"), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
         (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
-        (ZERO2, "parallel", {}, {"optimizer": "muon"}, r"`train\.optimizer`: ZeRO-2 flattens weights, and Muon needs"),
         (FSDP2, "medusa2", {}, {}, "`medusa2` cannot be trained with FSDP2, as its LoRA is inside the target"),
-        (ZERO3, "medusa2", {}, {}, "`medusa2` cannot be trained with ZeRO-3, as its LoRA is inside the target"),
     ],
 )  # fmt: skip
 def test_impossible_combinations_are_reported(
@@ -74,6 +70,17 @@ def test_impossible_combinations_are_reported(
         check_launch(recipe, make_arguments(tmp_path, **train), launch)
 
 
+@pytest.mark.parametrize(
+    ("written", "advice"), [("DDP", "launch it as before, or delete"), ("ZeRO-2", "delete .*/checkpoints to train")]
+)
+def test_checkpoints_of_another_launch_are_reported(tmp_path: Path, written: str, advice: str) -> None:
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).write_text(json.dumps({"launch": written, "processes": 2, "files": {}}))
+    with pytest.raises(UserError, match=f"was written under {written}, which FSDP2 cannot read: {advice}"):
+        check_same_launch(checkpoint, FSDP2)
+
+
 # ---- what other programs leave in the environment ----
 
 
@@ -82,7 +89,7 @@ def test_split_sequences_and_layers_are_reported(tmp_path: Path, monkeypatch: py
     recipe, args = recipe_in(tmp_path), make_arguments(tmp_path)
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
     with pytest.raises(UserError, match=f"asks for {name.lower()}_size above 1: drafters are trained by DDP"):
-        check_launch(recipe, args, Launch("ddp", 2))
+        check_launch(recipe, args, DDP)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +137,22 @@ PLACED = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         ({"PMI_SIZE": "two"}, "PMI_SIZE=two in the environment is not a number"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "x", **PLACED}, "LOCAL_RANK=x in the environment is not a number from 0"),
         ({"WORLD_SIZE": "2", **PLACED}, "2 processes were launched, and LOCAL_RANK is not set: start them by"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ZeRO needs DeepSpeed, which is not installed: `pip install"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported any more: .* with recipes/accelerate/fsdp2"),
     ],
 )
 def test_launches_that_cannot_work_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # as on a GPU, which LOCAL_RANK assigns
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         training_arguments({}, tmp_path, seed=0)
+
+
+def test_recipes_for_deepspeed_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"DeepSpeed is not supported any more: leave train\.deepspeed out"):
+        make_arguments(tmp_path, deepspeed="zero.json")
 
 
 def test_empty_variables_are_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

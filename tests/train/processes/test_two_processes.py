@@ -1,11 +1,9 @@
-"""Two gloo processes, as `accelerate launch` starts them with the shipped configurations: DDP, FSDP2, ZeRO.
+"""Two gloo processes, as `accelerate launch` starts them with the shipped configurations: DDP and FSDP2.
 
-DeepSpeed's tests are skipped where it is not installed (on a CPU: `DS_BUILD_OPS=0 pip install --no-build-isolation
-deepspeed`). A launch takes seconds, so one of each kind is tested with every change; the others are nightly.
+A launch takes seconds, so one of each kind is tested with every change; the others are nightly.
 """
 
 import functools
-import importlib.util
 import json
 import signal
 from collections.abc import Callable
@@ -24,14 +22,12 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 pytestmark = pytest.mark.slow
-NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 STEPS = 30
 CURVE = {"global_batch_size": 6, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 
 
-def case(name: str, *values: Any, nightly: bool = False) -> Any:
-    marks = [*([NEEDS_DEEPSPEED] if name.startswith("zero") else []), *([pytest.mark.nightly] if nightly else [])]
-    return pytest.param(name, *values, marks=marks)
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def record(recipe: Recipe) -> dict[str, Any]:
@@ -67,10 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]
     return of
 
 
-@pytest.mark.parametrize(
-    "name",
-    [case("fsdp2"), case("zero2"), *(case(name, nightly=True) for name in ("cpu_x2", "zero1", "zero3"))],
-)
+@pytest.mark.parametrize("name", ["fsdp2", nightly("cpu_x2")])
 def test_two_processes_train_as_one(alone: Recipe, trained: Callable[[str], Recipe], name: str) -> None:
     """Equal loss curves and weights; the final weight file is complete."""
     recipe = trained(name)
@@ -88,9 +81,10 @@ def test_two_processes_train_as_one(alone: Recipe, trained: Callable[[str], Reci
 @pytest.mark.parametrize(
     ("name", "number", "checkpoint"),
     [
-        case("fsdp2", "SIGKILL", 4),
-        *(case(name, "SIGKILL", 4, nightly=True) for name in ("cpu_x2", "zero1", "zero2", "zero3")),
-        *(case(name, "SIGTERM", 5, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")),
+        ("fsdp2", "SIGKILL", 4),
+        nightly("cpu_x2", "SIGKILL", 4),
+        nightly("cpu_x2", "SIGTERM", 5),
+        nightly("fsdp2", "SIGTERM", 5),
     ],
 )
 def test_resumed_training_is_bitwise_equal(
