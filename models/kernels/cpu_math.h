@@ -364,12 +364,10 @@ inline void sum_rows(
   } else {
     static thread_local std::vector<float> wide;
     wide.resize(count * inputs);
-    for (int64_t row = 0; row < count; ++row) {
-      const auto* from = rows + row * row_stride;
-      for (int64_t k = 0; k < inputs; k += LANES)
-        if (k + LANES <= inputs) Float32::store(&wide[row * inputs + k], Dtype::load(from + k));
-        else std::transform(from + k, from + inputs, &wide[row * inputs + k], [](auto value) { return Dtype::widen(value); });
-    }
+    for (int64_t row = 0; row < count; ++row)
+      std::transform(
+          rows + row * row_stride, rows + row * row_stride + inputs, &wide[row * inputs],
+          [](typename Dtype::Element value) { return Dtype::widen(value); });
     sum_products_of<Dtype, MOST_ROWS>(count, static_cast<const float*>(wide.data()), inputs, weights, inputs, to);
   }
 }

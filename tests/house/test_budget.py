@@ -23,7 +23,7 @@ COMMITS = 50
 BUDGETS = {
     "package": (PACKAGES, (".py",), 36_285),
     "tests": (("tests",), (".py",), 24_548),
-    "C++": (PACKAGES, (".cpp", ".h"), 1_728),
+    "C++": (PACKAGES, (".cpp", ".h"), 1_726),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }
 FOLDERS = (*PACKAGES, "tests", "benchmarks")
