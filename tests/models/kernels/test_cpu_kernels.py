@@ -201,6 +201,7 @@ MASK = torch.zeros(2, 1, 4, 4).masked_fill(HIDDEN[:, None], torch.finfo(torch.fl
         ("narrow values", False),
         ("odd heads", False),
         ("strided", False),
+        ("four sequences", False),
     ],
 )
 def test_forward_of_one_sequence_uses_the_kernels(
@@ -209,10 +210,11 @@ def test_forward_of_one_sequence_uses_the_kernels(
     """Nine heads on three, if mask, keys and values match the query, and heads fill whole vectors."""
     torch.manual_seed(0)
     size = 62 if case == "odd heads" else 64
-    query = torch.randn(1, 5, 9, size, dtype=dtype).transpose(1, 2)
-    key, value = torch.randn(2, 1, 3, 20, size, dtype=dtype)[..., :11, :]
-    hidden = torch.arange(11) % 3 == torch.arange(5)[:, None] % 3
-    mask = torch.zeros(1, 1, 5, 11, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    batch, rows = (4, 1) if case == "four sequences" else (1, 5)
+    query = torch.randn(batch, rows, 9, size, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, batch, 3, 20, size, dtype=dtype)[..., :11, :]
+    hidden = torch.arange(11) % 3 == torch.arange(batch * rows).view(batch, 1, rows, 1) % 3
+    mask = torch.zeros(batch, 1, rows, 11, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
     if case == "a boolean mask":
         mask = mask == 0
     elif case == "narrow values":
