@@ -37,7 +37,6 @@ NOT_OF_THE_DATA = {
     "tokenize_processes",
     "eval_rows_frac",
     "features",
-    "loops",
     "reasoning",
 }
 

@@ -29,6 +29,7 @@ REMOVED: dict[str, Removed] = {
     "data.conversations.filters.max_turn_chars": Removed("filter the file before distilling"),
     "data.conversations.filters.max_turns": Removed("filter the file before distilling"),
     "data.conversations.filters.max_tokens": Removed("filter the file before distilling"),
+    "data.loops": Removed("leave it out: answers are learned whole", unset=(None, "keep")),
     "drafter.init_vocabulary": Removed("leave it out: it is always `extended`", unset=(None, "own", "extended")),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)

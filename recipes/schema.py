@@ -163,11 +163,6 @@ class DataRecipe(Section):
         description="what to do with an answer that reaches beyond max_length_tokens: `cut`: train on its tokens up to "
         "there; `drop`: leave it out; in both cases the answers before it stay",
     )
-    loops: Literal["keep", "mask"] = Field(
-        "keep",
-        description="`mask`: no loss on answer tokens that repeat 12 or more earlier tokens of the same answer, "
-        "as when a small model's greedy answer loops; the drafter still reads them",
-    )
     reasoning: Literal["learn", "mask"] = Field(
         "learn",
         description="`mask`: no loss on the reasoning of an answer, up to the token that ends it; the drafter "

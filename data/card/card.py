@@ -120,7 +120,6 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             **tokenizer_hashes(tokenizer),
         },
         "versions": versions(),
-        "loops": {"loops": recipe.data.loops, "copied_tokens": 0 if report is None else report.copied_tokens},
         "reasoning": {
             "reasoning": recipe.data.reasoning,
             "tokens": 0 if report is None else report.reasoning_tokens,

@@ -59,14 +59,12 @@ class Work:
     """Settings for tokenising conversations to training rows.
 
     max_length_tokens: most tokens of a row. too_long: whether an answer that does not fit is `cut`, or `drop`ped.
-    mask_copies: no loss on tokens that repeat earlier tokens of the same answer.
     reasoning: ids of the tokens that start and end thoughts, which then carry no loss; None: thoughts are learned.
     """
 
     tokenizer: Any
     max_length_tokens: int
     too_long: TooLong = "cut"
-    mask_copies: bool = False
     reasoning: tuple[int, int] | None = None
 
 
@@ -76,7 +74,6 @@ class TokenReport:
 
     too_long: conversations without a row, as no answer fits into one. refused: those that the template rejects.
     answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
-    copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
     extra_rows: further rows of conversations in which a later prompt does not begin with the row before it.
@@ -92,7 +89,6 @@ class TokenReport:
     too_long: int = 0
     refused: int = 0
     answers_cut: int = 0
-    copied_tokens: int = 0
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
@@ -105,8 +101,7 @@ class TokenReport:
 
     def sentence(self) -> str:
         """Return a summary in one line for the console: examples, tokens, and what was left out."""
-        copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
-        copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
+        thoughts = f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them because later prompts change earlier turns)" if self.extra_rows else ""
         counts = {
             "without an example, as no answer fits into data.max_length_tokens": self.too_long,
@@ -119,7 +114,7 @@ class TokenReport:
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
         return (
-            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
+            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{thoughts}) in "
             f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
             f"{others if self.not_in_recipe else ''}"
         )
@@ -145,7 +140,6 @@ def build_token_dataset(
         tokenizer,
         settings.max_length_tokens,
         settings.too_long,
-        mask_copies=settings.loops == "mask",
         reasoning=reasoning_ids(tokenizer, settings),
     )
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
@@ -268,7 +262,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         counts += lost
         counts["too_long"] += not rows and lost["answers_out"] > 0
         counts["extra_rows"] += max(0, len(rows) - 1)
-        masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
+        masked, taken = mask_rows(rows, work.reasoning)
         counts += taken
         found += [(number, row) for row in masked]
     counts["rows"] += len(found)
@@ -286,12 +280,12 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
 
 
 def mask_rows(
-    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None, mask_copies: bool
+    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Remove thoughts and repeated tokens from the loss; return the rows that keep a loss, and counts of what was lost.
+    """Remove thoughts from the loss; return the rows that keep a loss, and counts of what was lost.
 
     Args:
-        reasoning, mask_copies: See `Work`.
+        reasoning: See `Work`.
     """
     taken: Counter[str] = Counter()
     if reasoning is not None:
@@ -299,10 +293,6 @@ def mask_rows(
         taken["reasoning_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
         rows = [row for row in masked if any(row.loss_mask)]
         taken["thoughts_alone"] = len(masked) - len(rows)
-    if mask_copies:
-        masked = [row.without_copies() for row in rows]
-        taken["copied_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
-        rows = masked
     return rows, taken
 
 
@@ -317,7 +307,7 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
     parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
-    parts += [work.too_long] + ["copies without loss"] * work.mask_copies
+    parts += [work.too_long]
     parts += [] if work.reasoning is None else [f"thoughts without loss: {work.reasoning}"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 

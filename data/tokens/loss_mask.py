@@ -1,14 +1,13 @@
-"""A row of token ids with its loss mask, and the removal of repeated tokens and of thoughts from the loss."""
+"""A row of token ids with its loss mask, and the removal of thoughts from the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 
-COPIED_TOKENS = 12  # a run of this many tokens that occurred before in the answer is a copy
 OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer begin with thoughts
 
 
@@ -25,30 +24,6 @@ class TokenizedConversation:
     def answers(self) -> list[list[int]]:
         """Return the token ids of each assistant turn that carries loss, which is a run of ones in the mask."""
         return [self.input_ids[start:end] for start, end in runs_of_ones(self.loss_mask)]
-
-    def without_copies(self) -> "TokenizedConversation":
-        """Return the row without loss on tokens that repeat earlier tokens of the same answer, see `copies_in`."""
-        mask = list(self.loss_mask)
-        for start, end in runs_of_ones(self.loss_mask):
-            mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
-        return replace(self, loss_mask=mask)
-
-    def with_copies(self) -> "TokenizedConversation":
-        """Undo `without_copies`: restore the loss on repeated tokens between two parts of an answer.
-
-        Repeated tokens at the end of an answer cannot be recognised and stay without loss.
-        """
-        mask = list(self.loss_mask)
-        places = [place for place, carries_loss in enumerate(mask) if carries_loss]
-        begin = places[0] if places else 0
-        for end, after in pairwise(places):
-            if after == end + 1:
-                continue
-            if all(copies_in(self.input_ids[begin : after + COPIED_TOKENS])[end + 1 - begin : after - begin]):
-                mask[end + 1 : after] = [1] * (after - end - 1)
-            else:
-                begin = after
-        return replace(self, loss_mask=mask)
 
     def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
         """Return the row without loss on thoughts, and on the tokens that start and end them.
@@ -76,21 +51,6 @@ def runs_of_ones(mask: Sequence[int]) -> list[tuple[int, int]]:
         start, end = end, end + len(list(run))
         runs += [(start, end)] if is_one else []
     return runs
-
-
-def copies_in(answer: list[int]) -> list[bool]:
-    """Return for each token whether it is in a copy: a run of `COPIED_TOKENS` tokens that the answer had before.
-
-    The two runs may overlap: in a short loop all but the first pass is a copy.
-    """
-    copied = [False] * len(answer)
-    seen: set[tuple[int, ...]] = set()
-    for start in range(len(answer) - COPIED_TOKENS + 1):
-        run = tuple(answer[start : start + COPIED_TOKENS])
-        if run in seen:
-            copied[start : start + COPIED_TOKENS] = [True] * COPIED_TOKENS
-        seen.add(run)
-    return copied
 
 
 def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:

@@ -1,32 +1,8 @@
-"""Copies and thoughts are taken out of the loss, token by token."""
+"""Thoughts are taken out of the loss, token by token."""
 
 import pytest
 
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, copies_in
-
-
-@pytest.mark.parametrize(
-    ("answer", "copied"),
-    [
-        ([*range(12), *range(12)], [0] * 12 + [1] * 12),
-        ([*range(11), 50, *range(11), 51], [0] * 24),  # eleven in a row are too few for a copy
-        ([*range(14), 50, *range(14), 51], [0] * 15 + [1] * 14 + [0]),  # new words after it are no copy
-        ([7] * 13, [0] + [1] * 12),
-        ([7] * 12, [0] * 12),
-        ([3, 7, 8] + [7, 8] * 6 + [9], [0] * 3 + [1] * 12 + [0]),  # the first repetition of a loop
-        ([], []),
-    ],
-)
-def test_copies_are_found(answer: list[int], copied: list[int]) -> None:
-    assert list(map(int, copies_in(answer))) == copied
-
-
-def test_copies_are_searched_within_one_answer() -> None:
-    said = list(range(5, 17))
-    tokens = TokenizedConversation([1, *said, 2, 3, *said, *said, 2], [0] + [1] * 13 + [0] + [1] * 25)
-    assert tokens.without_copies().loss_mask == [0] + [1] * 13 + [0] + [1] * 12 + [0] * 12 + [1]
-    assert tokens.without_copies().input_ids == tokens.input_ids
-    assert tokens.without_copies().with_copies() == tokens
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 
 
 @pytest.mark.parametrize(
