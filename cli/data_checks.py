@@ -28,14 +28,14 @@ from draftsmith.data.distill.limits import (
     no_room_sentence,
     target_limits,
 )
-from draftsmith.data.distill.token_dataset import load_tokens, mask_rows
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.question_sets import questions_files
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_ids
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import (
     PROBE,
@@ -246,11 +246,6 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
     cut = too_long = answers_lost = 0
-    thoughts = None
-    try:
-        thoughts = reasoning_ids(expected.tokenizer, recipe.data)
-    except UserError as error:
-        yield Finding("thoughts", "defect", str(error))
     for conversation in sample:
         whole = conversation
         if not conversation.is_answered:  # placeholder answers show whether the prompts fit and the template works
@@ -269,7 +264,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
         cut += out > 0
         answers_lost += out
         if conversation.is_answered:
-            rows += mask_rows(found_rows, thoughts)[0]
+            rows += found_rows
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid

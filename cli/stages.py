@@ -37,7 +37,6 @@ NOT_OF_THE_DATA = {
     "tokenize_processes",
     "eval_rows_frac",
     "features",
-    "reasoning",
 }
 
 # Keys of the eval section that must be equal in all recipes of a comparison.

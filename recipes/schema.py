@@ -163,14 +163,9 @@ class DataRecipe(Section):
         description="what to do with an answer that reaches beyond max_length_tokens: `cut`: train on its tokens up to "
         "there; `drop`: leave it out; in both cases the answers before it stay",
     )
-    reasoning: Literal["learn", "mask"] = Field(
-        "learn",
-        description="`mask`: no loss on the reasoning of an answer, up to the token that ends it; the drafter "
-        "still reads it",
-    )
     reasoning_tokens: tuple[str, str] = Field(
         ("<think>", "</think>"),
-        description="tokens that start and end the target's reasoning; each is one token of its vocabulary",
+        description="tokens that start and end the target's reasoning, which an answer's text may hold",
     )
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(

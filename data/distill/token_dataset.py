@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.rows import TooLong, tokenize_batch, tokenize_rows
 from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
@@ -59,13 +59,11 @@ class Work:
     """Settings for tokenising conversations to training rows.
 
     max_length_tokens: most tokens of a row. too_long: whether an answer that does not fit is `cut`, or `drop`ped.
-    reasoning: ids of the tokens that start and end thoughts, which then carry no loss; None: thoughts are learned.
     """
 
     tokenizer: Any
     max_length_tokens: int
     too_long: TooLong = "cut"
-    reasoning: tuple[int, int] | None = None
 
 
 @dataclass
@@ -74,8 +72,6 @@ class TokenReport:
 
     too_long: conversations without a row, as no answer fits into one. refused: those that the template rejects.
     answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
-    reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
-    thoughts_alone: rows that were left out because they contain only thoughts.
     extra_rows: further rows of conversations in which a later prompt does not begin with the row before it.
     answers_refused: answers that the template rejects, in conversations where it accepts others.
     not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
@@ -89,8 +85,6 @@ class TokenReport:
     too_long: int = 0
     refused: int = 0
     answers_cut: int = 0
-    reasoning_tokens: int = 0
-    thoughts_alone: int = 0
     extra_rows: int = 0
     answers_out: int = 0
     answers_refused: int = 0
@@ -101,12 +95,10 @@ class TokenReport:
 
     def sentence(self) -> str:
         """Return a summary in one line for the console: examples, tokens, and what was left out."""
-        thoughts = f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them because later prompts change earlier turns)" if self.extra_rows else ""
         counts = {
             "without an example, as no answer fits into data.max_length_tokens": self.too_long,
             "refused by the chat template": self.refused,
-            "examples of thoughts alone left out": self.thoughts_alone,
             "answers cut at data.max_length_tokens": self.answers_cut,
             "answers beyond data.max_length_tokens": self.answers_out,
             "answers refused by the chat template": self.answers_refused,
@@ -114,7 +106,7 @@ class TokenReport:
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
         return (
-            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{thoughts}) in "
+            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in "
             f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
             f"{others if self.not_in_recipe else ''}"
         )
@@ -136,12 +128,7 @@ def build_token_dataset(
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
     view, settings = LedgerView(folder.data, ids), recipe.data
-    work = Work(
-        tokenizer,
-        settings.max_length_tokens,
-        settings.too_long,
-        reasoning=reasoning_ids(tokenizer, settings),
-    )
+    work = Work(tokenizer, settings.max_length_tokens, settings.too_long)
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share the folder may end at the same time.
     with FileLock(folder.data / "tokens.lock"):
@@ -169,10 +156,8 @@ def build_token_dataset(
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
-                + (f", {report.thoughts_alone} with reasoning only" if report.thoughts_alone else "")
                 + "): "
                 + ("raise data.max_length_tokens" if report.too_long else "take other conversations")
-                + (", or raise data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
         report = replace(report, path=str(final), fingerprint=fingerprint, not_in_recipe=view.num_others)
         # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.
@@ -262,9 +247,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         counts += lost
         counts["too_long"] += not rows and lost["answers_out"] > 0
         counts["extra_rows"] += max(0, len(rows) - 1)
-        masked, taken = mask_rows(rows, work.reasoning)
-        counts += taken
-        found += [(number, row) for row in masked]
+        found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
     counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
@@ -279,23 +262,6 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
     ]
 
 
-def mask_rows(
-    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None
-) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Remove thoughts from the loss; return the rows that keep a loss, and counts of what was lost.
-
-    Args:
-        reasoning: See `Work`.
-    """
-    taken: Counter[str] = Counter()
-    if reasoning is not None:
-        masked = [row.without_reasoning(*reasoning) for row in rows]
-        taken["reasoning_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
-        rows = [row for row in masked if any(row.loss_mask)]
-        taken["thoughts_alone"] = len(masked) - len(rows)
-    return rows, taken
-
-
 def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
     return sum(sum(row.loss_mask) for row in rows)
 
@@ -308,7 +274,6 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
     template = str(tokenizer.chat_template)
     parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
     parts += [work.too_long]
-    parts += [] if work.reasoning is None else [f"thoughts without loss: {work.reasoning}"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 

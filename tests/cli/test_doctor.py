@@ -178,9 +178,6 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
         "source/room for answers",
         r"none of 3 prompts leaves room .*=60 within the target's 64 positions, .* tokens: set .* to \d+ at most,",
     ),
-    "no token of thoughts": (
-        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
-    ),
     "an option of no engine": (
         {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",
     ),

@@ -11,8 +11,8 @@ and so do the features that a group reads. The loss equals that of the documents
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
 group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
-this equals the decoding loop, except for the target's ties. Thoughts that `data.reasoning: mask` leaves out are not
-replayed. The held-out loss is a mean over batches, weighted by their labels: their size changes it a little.
+this equals the decoding loop, except for the target's ties. The held-out loss is a mean over batches, weighted by their
+labels: their size changes it a little.
 
 Shapes: B batch, S sequence, D hidden, G depths.
 """
