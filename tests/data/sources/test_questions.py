@@ -149,7 +149,7 @@ FILL_IN = "in place of its text: fill it in with `python3 prepare_data.py --data
         (b"{", "line 1: not JSON"),
         (b"[1]", "record 1 is not a JSON object"),
         (b'{"question_id": %s, "category": "a", "turns": ["a"]}' % (b"9" * 5000), "text of one line, not inf"),
-        (b"[" * 100_000, "line 1 is nested too deeply"),
+        (b"[" * 100_000, "record 1 is nested too deeply"),
         (b"\xe4", "line 1: not UTF-8 text (byte 0xe4 at position 1)"),
     ],
 )
