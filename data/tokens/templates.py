@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
-from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import FUNCTION, CallForm, call_form
 from draftsmith.errors import UserError
 
@@ -51,7 +50,6 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     Raises:
         UserError: There is no template, or none for this conversation.
         TemplateRefusal: The template raises, or leaves out user turns, system turns, tools or their results.
-        EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     template = chosen_template(tokenizer, tools)
     if (tools or any(turn.role == "tool" for turn in turns)) and _find_call_form(tokenizer, template) is None:
@@ -69,7 +67,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
             raise TemplateRefusal(f"the target's chat template leaves out {what}: {way_out}")
     try:
         return _render(tokenizer, template, turns, tools, add_generation_prompt)
-    except (EndlessTemplate, TemplateProblem):
+    except TemplateProblem:
         raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
@@ -116,8 +114,8 @@ def _apply(
     tools: Tools = (),
     generation_prompt: bool = False,
 ) -> str:
-    return bounded(
-        lambda: tokenizer.apply_chat_template(
+    return str(
+        tokenizer.apply_chat_template(
             messages,
             tools=list(tools) or None,
             chat_template=template,
@@ -178,8 +176,6 @@ def _probe(
     """Render messages; empty if the template refuses them, or cannot be used at all."""
     try:
         return _apply(tokenizer, template, messages, tools, generation_prompt)
-    except EndlessTemplate:
-        raise
     except Exception:  # of any kind: templates are programs
         return ""
 
