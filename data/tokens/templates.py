@@ -1,38 +1,25 @@
 """Rendering by the target's chat template: the one way to a prompt, for distilling, training, serving and measuring.
 
 What a template does is found by rendering probes, once for each template: how it writes an answer, where it reads
-thoughts, how it writes tool calls, and which turns it leaves out. Thoughts in a separate field of a turn are passed
-under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
+thoughts, and how it writes tool calls. Thoughts in a separate field of a turn are passed under the name that the
+template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
-from draftsmith.data.tokens.tool_calls import FUNCTION, CallForm, call_form
+from draftsmith.data.tokens.tool_calls import CallForm, call_form
 from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
-LONG_HISTORY = 8  # exchanges, of which a template may keep the last ones alone
 MARK = "Xq7MarkXq7"  # a text that is in no template
-MARKUP = f"{MARK} <b>&</think> {MARK}"  # a text that some filters of templates change
-TIMES = 8  # that one probe is rendered, to find a template with a random choice
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
-TEMPLATE = "set target.chat_template"
-LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
-    "user": ("the text of user turns (it reads a list of parts, only the last turn, or filters it)", TEMPLATE),
-    "second user": ("one of two user turns in a row", f"join them into one turn, or {TEMPLATE}"),
-    "system": ("system turns", f"write them into the first user turn, {TEMPLATE}, {SKIP_SUCH}"),
-    "assistant": ("earlier answers", TEMPLATE),
-    "later system": ("system turns after the first turn", f"write them into a user turn, or {TEMPLATE}"),
-}
 Tools = tuple[Tool, ...]
 
 
@@ -41,7 +28,7 @@ class TemplateProblem(UserError):
 
 
 class TemplateRefusal(TemplateProblem):
-    """Error of a chat template that raises, as many do on a system turn, or leaves out a part of a conversation."""
+    """Error of a chat template that raises, as many do on a system turn, or leaves out tools."""
 
 
 def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
@@ -49,7 +36,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
     Raises:
         UserError: There is no template, or none for this conversation.
-        TemplateRefusal: The template raises, or leaves out user turns, system turns, tools or their results.
+        TemplateRefusal: The template raises, or leaves out tools or their results.
     """
     template = chosen_template(tokenizer, tools)
     if (tools or any(turn.role == "tool" for turn in turns)) and _find_call_form(tokenizer, template) is None:
@@ -57,14 +44,6 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
             "the target's chat template does not write tools, their calls or their results, which conversations have: "
             f"remove such turns, set target.chat_template, {SKIP_SUCH}"
         )
-    is_system = [turn.role == "system" for turn in turns]
-    is_present = {"user": True, "system": any(is_system[:1]), "later system": any(is_system[1:])}
-    is_present["second user"] = any(one.role == two.role == "user" for one, two in pairwise(turns))
-    is_present["assistant"] = any(turn.role == "assistant" and turn.content for turn in turns[:-1])
-    for kind in _left_out(tokenizer, template, bool(tools)):
-        if is_present[kind]:
-            what, way_out = LEFT_OUT[kind]
-            raise TemplateRefusal(f"the target's chat template leaves out {what}: {way_out}")
     try:
         return _render(tokenizer, template, turns, tools, add_generation_prompt)
     except TemplateProblem:
@@ -97,7 +76,7 @@ def chosen_template(tokenizer: Any, tools: Tools = ()) -> str:
 def _render(
     tokenizer: Any, template: str, turns: tuple[Turn, ...], tools: Tools = (), generation_prompt: bool = False
 ) -> str:
-    """Render turns by one template, without looking for what it leaves out."""
+    """Render turns by one template."""
     messages = [turn.message for turn in turns]
     if any(turn.reasoning_content for turn in turns):
         field = thoughts_field(tokenizer, template)
@@ -128,54 +107,10 @@ def _apply(
 # ---- what a template does ----
 
 
-@lru_cache(maxsize=8)
-def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]:
-    """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt, or changes.
-
-    Kinds that it refuses are not among them.
-
-    Raises:
-        UserError: The template does not render a conversation to the same text each time.
-    """
-    question, answer = PROBE
-    tools = ({"type": "function", "function": FUNCTION},) * has_tools
-    asked, told = Turn("user", f"{MARKUP} {'so long ' * 1000}\n{MARK}"), Turn("system", MARKUP)
-    answered, later = Turn("assistant", MARK), (answer, question) * LONG_HISTORY
-    probes: dict[str, list[tuple[Turn, ...]]] = {
-        "user": [(asked,), (asked, *later)],
-        "second user": [(asked, Turn("user", MARKUP + MARK))],
-        "system": [(told, question), (told, question, *later)],
-        "assistant": [(question, answered, question), (question, answered, question, *later)],
-        "later system": [(question, answer, told, question)],
-    }
-
-    def write(turns: tuple[Turn, ...]) -> str:
-        return _probe(tokenizer, template, [turn.message for turn in turns], True, tools)
-
-    def lacks(turns: tuple[Turn, ...]) -> bool:
-        text = write(turns)
-        contents = [turn.content for turn in turns if MARK in turn.content]
-        # A template may write JSON.
-        return bool(text) and any(each not in text and json.dumps(each)[1:-1] not in text for each in contents)
-
-    if len({write((question,)) for _ in range(TIMES)}) > 1:
-        raise UserError(
-            "the target's chat template renders a conversation differently each time (it chooses at random, most "
-            "likely): set target.chat_template to one that always writes the same"
-        )
-    return tuple(kind for kind, of_kind in probes.items() if any(map(lacks, of_kind)))
-
-
-def _probe(
-    tokenizer: Any,
-    template: str,
-    messages: list[dict[str, Any]],
-    generation_prompt: bool = False,
-    tools: Tools = (),
-) -> str:
+def _probe(tokenizer: Any, template: str, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
     """Render messages; empty if the template refuses them, or cannot be used at all."""
     try:
-        return _apply(tokenizer, template, messages, tools, generation_prompt)
+        return _apply(tokenizer, template, messages, (), generation_prompt)
     except Exception:  # of any kind: templates are programs
         return ""
 
@@ -207,7 +142,7 @@ def answer_form(tokenizer: Any, tools: Tools = ()) -> AnswerForm:
         TemplateProblem: The template does not write an answer after its question, or writes it twice.
     """
     template = chosen_template(tokenizer, tools)
-    render(tokenizer, PROBE[:1])  # a template that refuses a question, or leaves it out
+    render(tokenizer, PROBE[:1])  # a template that refuses a question
     return _find_answer_form(tokenizer, template)
 
 
@@ -220,8 +155,8 @@ def _find_answer_form(tokenizer: Any, template: str) -> AnswerForm:
     lead, is_written, rest = text[len(shared) :].partition(answer.content)
     if question.content not in shared or not is_written or answer.content in rest:
         raise TemplateProblem(
-            "the target's chat template drops or repeats an answer, or rewrites the question before it: "
-            "correct target.chat_template"
+            "the target's chat template drops or repeats an answer, or drops or rewrites the question before it (one "
+            "that reads a list of parts drops both): set target.chat_template"
         )
     ending, tail = _split_after_end_token(tokenizer, rest)
     in_history = (lead, ending)

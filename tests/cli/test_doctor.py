@@ -142,7 +142,7 @@ SERVED = "data.features={source: server, server: {urls: ['http://h:8000']}}"
 DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
-        "chat/chat template", "leaves out the text of user turns .*: set target.chat_template",
+        "chat/chat template", "drops or rewrites the question before it .*: set target.chat_template",
     ),
     "the template refuses system turns": (
         {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
