@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import beginning, limited_token_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import beginning, continued_token_ids, token_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.templates import (
     TemplateProblem,
@@ -104,12 +104,12 @@ def tokenize_batch(
         written = [_write(tokenizer, conversations[n], reach) for n in waiting]
         answers = [answer for each in written for answer in each.answers]
         texts = [text for answer in answers for text in (answer.prompt, answer.prompt + answer.text)]
-        ids = iter(limited_token_ids(tokenizer, texts, max_length_tokens, known))
+        known.update(zip(texts, continued_token_ids(tokenizer, texts, known), strict=True))
         too_short = []
         for index, each in zip(waiting, written, strict=True):
             exchanges, both_ids = [], list[int]()
             for answer in each.answers:
-                prompt_ids, both_ids = next(ids), next(ids)
+                prompt_ids, both_ids = known[answer.prompt], known[answer.prompt + answer.text]
                 answer_ids = both_ids[len(prompt_ids) :]
                 if prompt_ids + answer_ids != both_ids:  # a token extends from the prompt into the answer
                     answer_ids = token_ids(tokenizer, answer.text)
