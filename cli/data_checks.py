@@ -253,9 +253,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, row_counts = tokenize_rows(
-                expected.tokenizer, whole, recipe.data.max_length_tokens, recipe.data.too_long
-            )
+            found_rows, row_counts = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:
             problems.append(problem)
             continue

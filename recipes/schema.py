@@ -156,12 +156,7 @@ class DataRecipe(Section):
     max_length_tokens: int = Field(
         2048,
         ge=8,
-        description="largest number of tokens of a training sequence; `too_long` decides on longer conversations",
-    )
-    too_long: Literal["cut", "drop"] = Field(
-        "cut",
-        description="what to do with an answer that reaches beyond max_length_tokens: `cut`: train on its tokens up to "
-        "there; `drop`: leave it out; in both cases the answers before it stay",
+        description="largest number of tokens of a training sequence; a longer answer is learned up to there",
     )
     reasoning_tokens: tuple[str, str] = Field(
         ("<think>", "</think>"),

@@ -28,7 +28,7 @@ from filelock import FileLock
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
-from draftsmith.data.tokens.rows import TooLong, tokenize_batch, tokenize_rows
+from draftsmith.data.tokens.rows import tokenize_batch, tokenize_rows
 from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
 from draftsmith.files import read_json
@@ -58,12 +58,11 @@ Chunk = tuple[Counter[str], list[dict[str, Any]]]
 class Work:
     """Settings for tokenising conversations to training rows.
 
-    max_length_tokens: most tokens of a row. too_long: whether an answer that does not fit is `cut`, or `drop`ped.
+    max_length_tokens: most tokens of a row.
     """
 
     tokenizer: Any
     max_length_tokens: int
-    too_long: TooLong = "cut"
 
 
 @dataclass
@@ -128,7 +127,7 @@ def build_token_dataset(
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
     view, settings = LedgerView(folder.data, ids), recipe.data
-    work = Work(tokenizer, settings.max_length_tokens, settings.too_long)
+    work = Work(tokenizer, settings.max_length_tokens)
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share the folder may end at the same time.
     with FileLock(folder.data / "tokens.lock"):
@@ -238,7 +237,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
     work = work or _work[0]
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
-    tokenized = tokenize_batch(work.tokenizer, conversations, work.max_length_tokens, work.too_long)
+    tokenized = tokenize_batch(work.tokenizer, conversations, work.max_length_tokens)
     for number, result in enumerate(tokenized):
         if isinstance(result, TemplateProblem):
             counts["refused"] += 1
@@ -272,8 +271,8 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
-    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
-    parts += [work.too_long]
+    # The last part is that of answers which are too long, as in datasets of earlier versions.
+    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens), "cut"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 

@@ -100,8 +100,8 @@ def test_rows_of_a_started_training_are_not_replaced(tmp_path: Path) -> None:
     assert build(data).rows == 2
 
 
-def test_too_long_conversations_are_cut_or_dropped(tmp_path: Path) -> None:
-    """An answer is learned up to the limit; with `drop` only the whole ones before it."""
+def test_too_long_conversations_are_cut(tmp_path: Path) -> None:
+    """An answer is learned up to the limit."""
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
     last = list(LedgerView(tmp_path).distilled())[-1]
     ((row,), _) = tokenize_rows(tiny_tokenizer(templates.CHATML), last, 1000)
@@ -111,8 +111,6 @@ def test_too_long_conversations_are_cut_or_dropped(tmp_path: Path) -> None:
     first, second, third = load(tmp_path)["input_ids"]
     assert first[: len(second)] != second == third
     assert len(first) == len(second)
-    report = build(tmp_path, max_length_tokens=len(row.input_ids), too_long="drop")
-    assert (report.rows, report.answers_cut, report.answers_out, report.too_long) == (2, 0, 2, 1)
 
 
 def test_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
