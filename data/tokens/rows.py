@@ -186,9 +186,8 @@ def _write(tokenizer: Any, conversation: Conversation, reach_characters: int) ->
             problem = problem or error
             lost["answers_refused"] += turn.weight
             continue
-        for of_prompt in (form.opening, form.unlearned):
-            if text.startswith(of_prompt):
-                prompt, text = prompt + of_prompt, text.removeprefix(of_prompt)
+        if text.startswith(form.opening):
+            prompt, text = prompt + form.opening, text.removeprefix(form.opening)
         is_cut = len(prompt) + len(text) > reach_characters
         if is_cut:
             both = beginning(prompt + text, reach_characters)

@@ -5,7 +5,6 @@ thoughts, and how it writes tool calls. Thoughts in a separate field of a turn a
 template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +15,6 @@ from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 MARK = "Xq7MarkXq7"  # a text that is in no template
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
@@ -121,14 +119,12 @@ class AnswerForm:
 
     opening: end of the generation prompt that is in no finished conversation, as R1's `<think>`.
     lead: text between the prompt and the answer's content, as the space of Llama 2.
-    unlearned: the part of `lead` before `{% generation %}`, which the target does not generate.
     ending: text after the content, up to the end token; empty without an end token. tail: the text after `ending`.
     in_history: lead and ending of an answer that other turns follow.
     """
 
     opening: str
     lead: str
-    unlearned: str
     ending: str
     tail: str
     in_history: tuple[str, str]
@@ -164,16 +160,7 @@ def _find_answer_form(tokenizer: Any, template: str) -> AnswerForm:
     earlier_lead, is_written, rest = longer.removeprefix(shared).partition(answer.content)
     if is_written and longer.startswith(shared):
         in_history = (earlier_lead, ending and _split_after_end_token(tokenizer, rest)[0])
-    unlearned = ""
-    if GENERATION_MARK.search(template):
-        marked = _render(tokenizer, GENERATION_MARK.sub(lambda mark: mark[0] + MARK, template), PROBE)
-        if MARK not in marked:
-            raise TemplateProblem(
-                "the chat template's {% generation %} marks no token of an answer: correct or remove the mark in "
-                "target.chat_template"
-            )
-        unlearned = marked.removeprefix(shared).partition(MARK)[0] if marked.startswith(shared) else ""
-    return AnswerForm(prompt[len(shared) :], lead, unlearned, ending, tail, in_history)
+    return AnswerForm(prompt[len(shared) :], lead, ending, tail, in_history)
 
 
 def _split_after_end_token(tokenizer: Any, text: str, is_last: bool = False) -> tuple[str, str]:

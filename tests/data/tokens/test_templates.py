@@ -8,11 +8,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, text_token_ids
 from draftsmith.data.tokens.rows import tokenize_rows
-from draftsmith.data.tokens.templates import (
-    answer_form,
-    missing_header_sentence,
-    render,
-)
+from draftsmith.data.tokens.templates import missing_header_sentence, render
 from draftsmith.errors import UserError
 
 ASKED = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
@@ -26,15 +22,6 @@ def test_answer_header_missing_from_the_generation_prompt() -> None:
         assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
 
 
-@pytest.mark.parametrize("mark", ["{% generation %}", "{% generation%}", "{%generation-%}", "{%-  generation  %}"])
-def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
-    """What the template writes before it carries no loss."""
-    tokenizer = tiny_tokenizer(templates.GENERATION.replace("{% generation %}", "(thoughts)" + mark))
-    assert answer_form(tokenizer).unlearned == "(thoughts)"
-    ((row,), _) = tokenize_rows(tokenizer, Conversation("x", ASKED * 2), 1000)
-    assert [tokenizer.decode(answer) for answer in row.answers()] == ["Hello<|im_end|>"] * 2
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -43,7 +30,6 @@ def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
         (templates.CHATML.replace("m.content", "m.content[0].text"), "drops or rewrites the question"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "drops or repeats an answer"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", "drops or repeats an answer"),
-        (templates.GENERATION.replace("== 'assistant'", "== 'nobody'"), "marks no token of an answer"),
     ],
 )
 def test_unusable_templates_are_refused(template: str | None, message: str) -> None:
