@@ -151,9 +151,8 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 def version_sentence(config: DrafterConfig, to: str) -> str:
     """Return, in words, the engine version that an exported folder is for, and what this drafter needs there."""
     exporter = exporter_of(config, to)
-    plugin = ", with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
-    needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
-    return f"for {exporter.versions or FORMATS[to]}{needs}"
+    plugin = " with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
+    return f"for {exporter.versions or FORMATS[to]}{plugin}"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:

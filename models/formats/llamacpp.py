@@ -98,11 +98,7 @@ DRAFT_MODEL_RULES = (
 # An engine's layout in a GGUF file; a head of all tokens stays the target's.
 EXPORTERS = {
     (kind, "gguf"): replace(
-        exporters[kind, "vllm"],
-        method=method,
-        refusals=(*rules, ROPE),
-        logits_fit=has_plain_logits,
-        first_vllm="",
+        exporters[kind, "vllm"], method=method, refusals=(*rules, ROPE), logits_fit=has_plain_logits
     )
     for kind, method, exporters, rules in (
         ("eagle3", "draft-eagle3", eagle.EXPORTERS, EAGLE3_RULES),
