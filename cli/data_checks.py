@@ -41,7 +41,6 @@ from draftsmith.data.tokens.templates import (
     PROBE,
     TemplateProblem,
     TemplateRefusal,
-    missing_header_sentence,
     special_ids,
 )
 from draftsmith.errors import UserError
@@ -196,8 +195,6 @@ def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
 
 
 def check_template(tokenizer: Any) -> Iterator[Finding]:
-    if without_header := missing_header_sentence(tokenizer):
-        yield Finding("generation prompt", "warning", without_header)
     if tokenizer.template_date is not None:
         sentence = f"the chat template writes today's date; every stage of this run writes {tokenizer.template_date}"
         yield Finding("date", "ok", f"{sentence} (target.template_date)")

@@ -258,19 +258,6 @@ def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
     return {field: thoughts, "content": content}
 
 
-def missing_header_sentence(tokenizer: Any) -> str:
-    """Return a warning if the template's generation prompt lacks the header of an answer, else an empty text."""
-    without_prompt = render(tokenizer, PROBE[:1])
-    header = answer_form(tokenizer).lead.strip()
-    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
-        return ""
-    return (
-        f"the chat template writes no header of an answer ({header.splitlines()[0]}) in generation prompts, so "
-        "that the header carries loss and prompts end without it: set target.chat_template to one that writes it where "
-        "add_generation_prompt is true"
-    )
-
-
 def template_calls(tokenizer: Any, tools: Tools = ()) -> CallForm | None:
     """Return how the template writes tool calls; None if it does not write tools, calls and results."""
     return _find_call_form(tokenizer, chosen_template(tokenizer, tools))

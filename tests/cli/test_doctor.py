@@ -218,10 +218,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
         "warning", {"template": "{% if enable_thinking %}{% endif %}" + templates.CHATML}, [],
         "chat/thoughts", r"target.chat_template_kwargs=\{enable_thinking: false\}",
     ),
-    "no generation prompt": (
-        "warning", {"template": templates.CHATML.split("{% if add_generation_prompt")[0]}, [],
-        "chat/generation prompt", r"no header of an answer \(<\|im_start\|>assistant\) in generation prompt",
-    ),
     "keys that are not read": (
         "ok", {"source": [each | {"model": "m"} for each in TALK]}, [],
         "source/source talk", r"keys not read: `model` \(3\)$",

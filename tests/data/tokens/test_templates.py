@@ -8,18 +8,11 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, text_token_ids
 from draftsmith.data.tokens.rows import tokenize_rows
-from draftsmith.data.tokens.templates import missing_header_sentence, render
+from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
 
 ASKED = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
-
-
-def test_answer_header_missing_from_the_generation_prompt() -> None:
-    without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
-    assert "an answer (<|assistant|>) in generation prompts" in missing_header_sentence(tiny_tokenizer(without))
-    for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
-        assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
 
 
 @pytest.mark.parametrize(
