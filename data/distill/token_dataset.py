@@ -249,7 +249,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
-    counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
+    counts["loss_tokens"] += sum(sum(row.loss_mask) for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
@@ -259,10 +259,6 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         }
         for number, row in found
     ]
-
-
-def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
-    return sum(sum(row.loss_mask) for row in rows)
 
 
 def _fingerprint(view: LedgerView, work: Work) -> str:
