@@ -13,7 +13,7 @@ import zstandard
 from pyarrow import parquet
 
 from draftsmith.data.sources import files
-from draftsmith.data.sources.files import InvalidConversation, read_records
+from draftsmith.data.sources.files import read_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.errors import UserError
 from draftsmith.recipes.conversations import SourceRecipe
@@ -124,16 +124,6 @@ def test_invalid_lines_are_reported_in_their_place(tmp_path: Path) -> None:
     assert (first, last) == ({"a": 1}, "\u2028")
     assert (second.reason, third.reason) == ("not UTF-8", "not JSON")
     assert str(second).startswith(f"{file} line 3: not UTF-8 text (byte 0xff at position 1)")
-
-
-@pytest.mark.parametrize("first", ['{"a": 1}x', '{"a": [1,', '{"a": ', "{", '{"a": "b', "{]", '{"a": \udcff}'])
-def test_broken_first_line_loses_only_that_line(tmp_path: Path, first: str) -> None:
-    file = tmp_path / "a.jsonl"
-    lines = "\n".join([first, json.dumps(ONE), json.dumps(TWO)])
-    file.write_bytes(lines.encode("utf-8", errors="surrogateescape"))
-    (_, broken), *others = read_records(file)
-    assert isinstance(broken, InvalidConversation)
-    assert others == [(f"{file} line 2", ONE), (f"{file} line 3", TWO)]
 
 
 def test_lines_that_cannot_be_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
