@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.tokens.bounded import bounded
 from draftsmith.data.tokens.chat_tokens import beginning, continued_token_ids, token_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.templates import (
@@ -29,6 +30,7 @@ from draftsmith.data.tokens.templates import (
 from draftsmith.errors import UserError
 
 CHARACTERS_PER_TOKEN = 3  # of text that is rendered at first; if that is too short for a row, twice as many
+WATCHED_TOGETHER = 8  # conversations
 MOST_ANSWERS = 1024  # of a conversation: each renders the turns before it
 
 
@@ -97,7 +99,9 @@ def tokenize_batch(
     known: dict[str, list[int]] = {}
     waiting, reach = list(range(len(conversations))), CHARACTERS_PER_TOKEN * max_length_tokens
     while waiting:
-        written = [_write(tokenizer, conversations[n], reach) for n in waiting]
+        # One thread watches several templates: starting it takes longer than rendering a conversation.
+        groups = [waiting[start : start + WATCHED_TOGETHER] for start in range(0, len(waiting), WATCHED_TOGETHER)]
+        written = [each for group in groups for each in _write(tokenizer, [conversations[n] for n in group], reach)]
         answers = [answer for each in written for answer in each.answers]
         texts = [text for answer in answers for text in (answer.prompt, answer.prompt + answer.text)]
         known.update(zip(texts, continued_token_ids(tokenizer, texts, known), strict=True))
@@ -144,12 +148,16 @@ class _Written(NamedTuple):
     is_cut: bool = False
 
 
-def _write(tokenizer: Any, conversation: Conversation, reach_characters: int) -> _Written:
-    """Render what is not known by ids, up to a number of characters.
+def _write(tokenizer: Any, conversations: list[Conversation], reach_characters: int) -> list[_Written]:
+    """Render what is not known by ids, up to a number of characters of each conversation.
 
     Raises:
         UserError: As `tokenize_rows`.
     """
+    return bounded(lambda: [_render_answers(tokenizer, each, reach_characters) for each in conversations])
+
+
+def _render_answers(tokenizer: Any, conversation: Conversation, reach_characters: int) -> _Written:
     known = known_ids(conversation)
     if all(None not in ids for ids in known.values()):
         weights = (conversation.turns[place].weight for place in known)

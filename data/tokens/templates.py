@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
+from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import CallForm, call_form
 from draftsmith.errors import UserError
 
@@ -35,6 +36,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     Raises:
         UserError: There is no template, or none for this conversation.
         TemplateRefusal: The template raises, or leaves out tools or their results.
+        EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     template = chosen_template(tokenizer, tools)
     if (tools or any(turn.role == "tool" for turn in turns)) and _find_call_form(tokenizer, template) is None:
@@ -44,7 +46,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     try:
         return _render(tokenizer, template, turns, tools, add_generation_prompt)
-    except TemplateProblem:
+    except (EndlessTemplate, TemplateProblem):
         raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
@@ -91,8 +93,8 @@ def _apply(
     tools: Tools = (),
     generation_prompt: bool = False,
 ) -> str:
-    return str(
-        tokenizer.apply_chat_template(
+    return bounded(
+        lambda: tokenizer.apply_chat_template(
             messages,
             tools=list(tools) or None,
             chat_template=template,
@@ -109,6 +111,8 @@ def _probe(tokenizer: Any, template: str, messages: list[dict[str, Any]], genera
     """Render messages; empty if the template refuses them, or cannot be used at all."""
     try:
         return _apply(tokenizer, template, messages, (), generation_prompt)
+    except EndlessTemplate:
+        raise
     except Exception:  # of any kind: templates are programs
         return ""
 

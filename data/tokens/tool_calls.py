@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn, common_length, tool_call
 from draftsmith.data.sources.files import DECODER
+from draftsmith.data.tokens.bounded import EndlessTemplate
 
 # Names, values and a result that do not occur in templates.
 NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"
@@ -74,6 +75,8 @@ def call_form(render: Render) -> CallForm | None:
         """Render turns after a question; empty if the template refuses them."""
         try:
             return render(Conversation("probe", (*ASKED, *turns), tools=tools), generation_prompt)
+        except EndlessTemplate:
+            raise
         except Exception:  # of any kind: templates are programs
             return ""
 

@@ -11,6 +11,7 @@ from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP
 
 from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens import bounded
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
@@ -41,6 +42,7 @@ def file(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within 0.2 s"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses a conversation .*is unsafe"),
         ("{{ cycler.__init__.__globals__.os.system('touch FLAG') }}", "refuses a conversation .*unsafe"),
         ("{% include '/etc/passwd' %}", "refuses a conversation"),
@@ -51,6 +53,7 @@ def test_hostile_template_in_a_gguf_file(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, sentence: str
 ) -> None:
     """It is reported in one sentence, and none of its code runs."""
+    monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
     monkeypatch.chdir(tmp_path)
     file = embedded_gguf(tmp_path, *target, template.replace("FLAG", str(tmp_path / "flag")))
     tokenizer = load_tokenizer(TargetRecipe(model=str(tmp_path), gguf_file=file.name))
