@@ -28,20 +28,19 @@ from draftsmith.data.distill.limits import (
     no_room_sentence,
     target_limits,
 )
-from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.question_sets import questions_files
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, template_end_ids
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import (
     PROBE,
     TemplateProblem,
     TemplateRefusal,
-    missing_header_sentence,
     special_ids,
 )
 from draftsmith.errors import UserError
@@ -196,8 +195,6 @@ def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
 
 
 def check_template(tokenizer: Any) -> Iterator[Finding]:
-    if without_header := missing_header_sentence(tokenizer):
-        yield Finding("generation prompt", "warning", without_header)
     if tokenizer.template_date is not None:
         sentence = f"the chat template writes today's date; every stage of this run writes {tokenizer.template_date}"
         yield Finding("date", "ok", f"{sentence} (target.template_date)")
@@ -246,11 +243,6 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
     cut = too_long = answers_lost = 0
-    thoughts, masks_copies = None, recipe.data.loops == "mask"
-    try:
-        thoughts = reasoning_ids(expected.tokenizer, recipe.data)
-    except UserError as error:
-        yield Finding("thoughts", "defect", str(error))
     for conversation in sample:
         whole = conversation
         if not conversation.is_answered:  # placeholder answers show whether the prompts fit and the template works
@@ -258,9 +250,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, row_counts = tokenize_rows(
-                expected.tokenizer, whole, recipe.data.max_length_tokens, recipe.data.too_long
-            )
+            found_rows, row_counts = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:
             problems.append(problem)
             continue
@@ -269,7 +259,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
         cut += out > 0
         answers_lost += out
         if conversation.is_answered:
-            rows += mask_rows(found_rows, thoughts, masks_copies)[0]
+            rows += found_rows
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
@@ -294,9 +284,7 @@ def check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> It
     )
     if recipe.data.distill.engine != "none":
         yield _check_room(recipe, expected, found)
-    yield from check_rows(
-        rows, expected, "set target.chat_template to a template without this fault", masks_copies, length
-    )
+    yield from check_rows(rows, expected, "set target.chat_template to a template without this fault", length)
     unanswered = sum(not conversation.is_answered for conversation in found)
     if unanswered and not (RunFolder(recipe).data / "tokens").is_dir():
         sentence = f"{unanswered} of {len(found)} conversations have no answers to check yet: the target will answer"
@@ -350,9 +338,7 @@ def check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Di
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
     rows, length = (TokenizedConversation(*pair) for pair in pairs), recipe.data.max_length_tokens
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
-    report = recorded_report(folder / "tokens")
-    masked = report is not None and report.copied_tokens > 0
-    yield from check_rows(rows, expected, remedy, masked, length, kept_cut)
+    yield from check_rows(rows, expected, remedy, length, kept_cut)
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
     diagnosis.rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples] or diagnosis.rows
 
@@ -361,7 +347,6 @@ def check_rows(
     rows: Iterable[TokenizedConversation],
     expected: Expected,
     remedy: str,
-    copies_masked: bool,
     max_length_tokens: int,
     kept_cut: int = 0,
 ) -> Iterator[Finding]:
@@ -371,7 +356,6 @@ def check_rows(
         rows: The examples; read once, so may be a generator over more than memory holds.
         expected: The limits that the examples must obey.
         remedy: What to do about wrong examples, the end of each defect's sentence.
-        copies_masked: Whether `data.loops: mask` left out parts of answers from the loss.
         max_length_tokens: Examples of this length may end within an answer.
         kept_cut: Number of answers that were cut at `max_new_tokens` and kept without an end.
     """
@@ -385,8 +369,7 @@ def check_rows(
         outside.update(ids_s[(ids_s < 0) | (ids_s >= expected.vocabulary_size)].tolist())
         if len(ids_s) > 1 and ids_s[0] == ids_s[1] and int(ids_s[0]) in expected.special:
             double_starts[int(ids_s[0])] += 1
-        whole_s = np.asarray(row.with_copies().loss_mask) if copies_masked else mask_s
-        border_s = np.diff(np.concatenate([[0], whole_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
+        border_s = np.diff(np.concatenate([[0], mask_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
         for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
             sums["answers"] += 1
             if int(ids_s[end - 1]) in expected.ends or end == max_length_tokens:

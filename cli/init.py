@@ -31,7 +31,7 @@ KEYS: dict[str, list[str]] = {
     "target": ["model", "dtype", "chat_template_kwargs"],
     "data.conversations": ["source", "limit", "skip_invalid", "decontaminate"],
     "data.distill": ["engine", "options", "temperature", "max_new_tokens", "cut_answers"],
-    "data": ["max_length_tokens", "reasoning", "loops", "eval_rows_frac", "packing"],
+    "data": ["max_length_tokens", "eval_rows_frac", "packing"],
     "drafter": ["kind", "init"],
     "eval": ["questions", "limit_per_task", "max_new_tokens", "runs", "temperatures"],
 }

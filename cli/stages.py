@@ -37,8 +37,6 @@ NOT_OF_THE_DATA = {
     "tokenize_processes",
     "eval_rows_frac",
     "features",
-    "loops",
-    "reasoning",
 }
 
 # Keys of the eval section that must be equal in all recipes of a comparison.
@@ -55,7 +53,6 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import check_engine
-    from draftsmith.data.tokens.templates import missing_header_sentence
     from draftsmith.models.base.registry import check_drafter
     from draftsmith.models.target.loading import load_target_config, load_tokenizer, weights_hash
 
@@ -77,8 +74,6 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
                 f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
                 "name a copy of the target, such as a quantised one"
             )
-    if without_header := missing_header_sentence(tokenizer):
-        console.print(f"warning: {without_header}", markup=False)
 
     weights, limits, features = weights_hash(answering), target_limits(load_target_config(answering)), None
     if recipe.data.distill.features:

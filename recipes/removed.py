@@ -29,6 +29,12 @@ REMOVED: dict[str, Removed] = {
     "data.conversations.filters.max_turn_chars": Removed("filter the file before distilling"),
     "data.conversations.filters.max_turns": Removed("filter the file before distilling"),
     "data.conversations.filters.max_tokens": Removed("filter the file before distilling"),
+    "data.loops": Removed("leave it out: answers are learned whole", unset=(None, "keep")),
+    "data.too_long": Removed("leave it out: an answer is learned up to the end of its row", unset=(None, "cut")),
+    "data.reasoning": Removed(
+        "distil without thoughts if you serve without them: target.chat_template_kwargs={enable_thinking: false}",
+        unset=(None, "learn"),
+    ),
     "drafter.init_vocabulary": Removed("leave it out: it is always `extended`", unset=(None, "own", "extended")),
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)

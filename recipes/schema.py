@@ -156,26 +156,11 @@ class DataRecipe(Section):
     max_length_tokens: int = Field(
         2048,
         ge=8,
-        description="largest number of tokens of a training sequence; `too_long` decides on longer conversations",
-    )
-    too_long: Literal["cut", "drop"] = Field(
-        "cut",
-        description="what to do with an answer that reaches beyond max_length_tokens: `cut`: train on its tokens up to "
-        "there; `drop`: leave it out; in both cases the answers before it stay",
-    )
-    loops: Literal["keep", "mask"] = Field(
-        "keep",
-        description="`mask`: no loss on answer tokens that repeat 12 or more earlier tokens of the same answer, "
-        "as when a small model's greedy answer loops; the drafter still reads them",
-    )
-    reasoning: Literal["learn", "mask"] = Field(
-        "learn",
-        description="`mask`: no loss on the reasoning of an answer, up to the token that ends it; the drafter "
-        "still reads it",
+        description="largest number of tokens of a training sequence; a longer answer is learned up to there",
     )
     reasoning_tokens: tuple[str, str] = Field(
         ("<think>", "</think>"),
-        description="tokens that start and end the target's reasoning; each is one token of its vocabulary",
+        description="tokens that start and end the target's reasoning, which an answer's text may hold",
     )
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(

@@ -17,7 +17,7 @@ import numpy as np
 from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import LedgerView
-from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
@@ -89,7 +89,6 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         shortened[source].update([made.shortened] if made.shortened else [])
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
-    report = recorded_report(folder / "tokens")
     sources = {}
     for name in dict.fromkeys([*counts.by_source, *distilled]):
         tally = counts.by_source.get(name, Tally())
@@ -120,11 +119,6 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             **tokenizer_hashes(tokenizer),
         },
         "versions": versions(),
-        "loops": {"loops": recipe.data.loops, "copied_tokens": 0 if report is None else report.copied_tokens},
-        "reasoning": {
-            "reasoning": recipe.data.reasoning,
-            "tokens": 0 if report is None else report.reasoning_tokens,
-        },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
     _write_card(folder, values)

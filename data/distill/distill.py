@@ -42,7 +42,6 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.loss_mask import reasoning_ids
 from draftsmith.data.tokens.templates import (
     TemplateProblem,
     TemplateRefusal,
@@ -158,7 +157,6 @@ def distill(
             with other settings.
     """
     answer_form(tokenizer)  # a template that cannot be used fails here, before hours of generation
-    reasoning_ids(tokenizer, recipe.data)
     check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
     report.ids = conversations = {c.id: c for c in load_conversations(recipe, report.sources)}

@@ -27,8 +27,8 @@ from filelock import FileLock
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
-from draftsmith.data.tokens.rows import TooLong, tokenize_batch, tokenize_rows
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
+from draftsmith.data.tokens.rows import tokenize_batch, tokenize_rows
 from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
 from draftsmith.files import read_json
@@ -58,16 +58,11 @@ Chunk = tuple[Counter[str], list[dict[str, Any]]]
 class Work:
     """Settings for tokenising conversations to training rows.
 
-    max_length_tokens: most tokens of a row. too_long: whether an answer that does not fit is `cut`, or `drop`ped.
-    mask_copies: no loss on tokens that repeat earlier tokens of the same answer.
-    reasoning: ids of the tokens that start and end thoughts, which then carry no loss; None: thoughts are learned.
+    max_length_tokens: most tokens of a row.
     """
 
     tokenizer: Any
     max_length_tokens: int
-    too_long: TooLong = "cut"
-    mask_copies: bool = False
-    reasoning: tuple[int, int] | None = None
 
 
 @dataclass
@@ -76,9 +71,6 @@ class TokenReport:
 
     too_long: conversations without a row, as no answer fits into one. refused: those that the template rejects.
     answers_cut: answers that are learned up to the length limit; answers_out: answers beyond it.
-    copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
-    reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
-    thoughts_alone: rows that were left out because they contain only thoughts.
     extra_rows: further rows of conversations in which a later prompt does not begin with the row before it.
     answers_refused: answers that the template rejects, in conversations where it accepts others.
     not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
@@ -92,9 +84,6 @@ class TokenReport:
     too_long: int = 0
     refused: int = 0
     answers_cut: int = 0
-    copied_tokens: int = 0
-    reasoning_tokens: int = 0
-    thoughts_alone: int = 0
     extra_rows: int = 0
     answers_out: int = 0
     answers_refused: int = 0
@@ -105,13 +94,10 @@ class TokenReport:
 
     def sentence(self) -> str:
         """Return a summary in one line for the console: examples, tokens, and what was left out."""
-        copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
-        copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them because later prompts change earlier turns)" if self.extra_rows else ""
         counts = {
             "without an example, as no answer fits into data.max_length_tokens": self.too_long,
             "refused by the chat template": self.refused,
-            "examples of thoughts alone left out": self.thoughts_alone,
             "answers cut at data.max_length_tokens": self.answers_cut,
             "answers beyond data.max_length_tokens": self.answers_out,
             "answers refused by the chat template": self.answers_refused,
@@ -119,7 +105,7 @@ class TokenReport:
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
         return (
-            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
+            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant) in "
             f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
             f"{others if self.not_in_recipe else ''}"
         )
@@ -141,13 +127,7 @@ def build_token_dataset(
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
     view, settings = LedgerView(folder.data, ids), recipe.data
-    work = Work(
-        tokenizer,
-        settings.max_length_tokens,
-        settings.too_long,
-        mask_copies=settings.loops == "mask",
-        reasoning=reasoning_ids(tokenizer, settings),
-    )
+    work = Work(tokenizer, settings.max_length_tokens)
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
     # Two distillations that share the folder may end at the same time.
     with FileLock(folder.data / "tokens.lock"):
@@ -175,10 +155,8 @@ def build_token_dataset(
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
-                + (f", {report.thoughts_alone} with reasoning only" if report.thoughts_alone else "")
                 + "): "
                 + ("raise data.max_length_tokens" if report.too_long else "take other conversations")
-                + (", or raise data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
         report = replace(report, path=str(final), fingerprint=fingerprint, not_in_recipe=view.num_others)
         # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.
@@ -259,7 +237,7 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
     work = work or _work[0]
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
-    tokenized = tokenize_batch(work.tokenizer, conversations, work.max_length_tokens, work.too_long)
+    tokenized = tokenize_batch(work.tokenizer, conversations, work.max_length_tokens)
     for number, result in enumerate(tokenized):
         if isinstance(result, TemplateProblem):
             counts["refused"] += 1
@@ -268,12 +246,10 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         counts += lost
         counts["too_long"] += not rows and lost["answers_out"] > 0
         counts["extra_rows"] += max(0, len(rows) - 1)
-        masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
-        counts += taken
-        found += [(number, row) for row in masked]
+        found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
-    counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
+    counts["loss_tokens"] += sum(sum(row.loss_mask) for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
@@ -285,40 +261,14 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
     ]
 
 
-def mask_rows(
-    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None, mask_copies: bool
-) -> tuple[list[TokenizedConversation], Counter[str]]:
-    """Remove thoughts and repeated tokens from the loss; return the rows that keep a loss, and counts of what was lost.
-
-    Args:
-        reasoning, mask_copies: See `Work`.
-    """
-    taken: Counter[str] = Counter()
-    if reasoning is not None:
-        masked = [row.without_reasoning(*reasoning) for row in rows]
-        taken["reasoning_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
-        rows = [row for row in masked if any(row.loss_mask)]
-        taken["thoughts_alone"] = len(masked) - len(rows)
-    if mask_copies:
-        masked = [row.without_copies() for row in rows]
-        taken["copied_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
-        rows = masked
-    return rows, taken
-
-
-def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
-    return sum(sum(row.loss_mask) for row in rows)
-
-
 def _fingerprint(view: LedgerView, work: Work) -> str:
     """Hash all inputs of the dataset: conversations, tokenizer, template and settings."""
     tokenizer = work.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
-    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens)]
-    parts += [work.too_long] + ["copies without loss"] * work.mask_copies
-    parts += [] if work.reasoning is None else [f"thoughts without loss: {work.reasoning}"]
+    # The last part is that of answers which are too long, as in datasets of earlier versions.
+    parts = [str(FORMAT_VERSION), view.fingerprint(), vocabulary, template, str(work.max_length_tokens), "cut"]
     return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()
 
 

@@ -2,10 +2,8 @@
 
 Tables are read by Arrow, Hub datasets by `datasets`, JSON by this module.
 
-A JSON file has one record a line, an array of records, or records one after the other over several lines; plain or
-compressed (.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one
-record at a time; records over several lines are in memory as a whole. If a file ends inside a record, the complete ones
-before it are read first.
+A JSON file has one record a line, or is an array of records; plain or compressed (.gz, .xz, .zst). Lines are read as a
+stream, one record at a time; the text of an array is in memory as a whole.
 
 A row of a table is a record of its columns. Cells without a value are null; turns in a CSV cell are JSON text.
 """
@@ -18,7 +16,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -36,7 +34,6 @@ HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
 NOT_BLANK_OR_COMMA = re.compile(r"[^ \t\r\n,]")
-ARRAY = re.compile(r'\s*(\{\s*"data"\s*:\s*\[(?=\s*\{)|\[)')  # `[`, or the beginning of {"data": [{
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
 CONVERT = "convert it to UTF-8; a compressed file needs the suffix .gz, .xz or .zst"
@@ -72,7 +69,8 @@ def parse_json_line(line: bytes, where: str) -> Any:
         what = f"not UTF-8 text (byte 0x{line[error.start]:02x} at position {error.start + 1}): {CONVERT}"
         raise InvalidConversation(where, "not UTF-8", what) from None
     except json.JSONDecodeError as error:
-        raise InvalidConversation(where, "not JSON", f"not JSON: {error.msg} (column {error.colno})") from None
+        what = f"not JSON: {error.msg} (column {error.colno}; a file has one record a line, or is an array of records)"
+        raise InvalidConversation(where, "not JSON", what) from None
     except RecursionError:
         raise InvalidConversation(where, TOO_DEEP, TOO_DEEP) from None
 
@@ -165,29 +163,23 @@ def _decoding_errors(file: Path) -> Iterator[None]:
 
 
 def read_json_records(file: Path) -> Records:
-    """Read a JSON file: records one per line, in an array, or one after the other over several lines.
+    """Read a JSON file: records one per line, or in an array.
 
     Yields:
         (place, as `FILE line 3`; record). For a line that is not JSON, or not UTF-8, the record is an
         `InvalidConversation`.
 
     Raises:
-        UserError: The file is empty or cannot be decompressed; or its records span lines, and it is not UTF-8 or a
-            record is not JSON.
+        UserError: The file is empty or cannot be decompressed; or it is an array, and not UTF-8 or not JSON.
     """
     with _decoding_errors(file):
         with _open_bytes(file) as stream:
-            head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
-            while head and not head.strip():
-                head = stream.readline(HEAD_BYTES)
-        if _is_spread_over_lines(head):
-            with _open_bytes(file) as stream:
-                text = stream.read().decode("utf-8-sig")
-            if ARRAY.match(text) or _decode_first(text) is not None:
-                yield from _spread_records(file, text)
-                return
+            is_array = stream.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         with _open_bytes(file) as stream:
-            yield from _line_records(file, stream)
+            if is_array:
+                yield from _array_records(file, stream.read().decode("utf-8-sig"))
+            else:
+                yield from _line_records(file, stream)
 
 
 @contextmanager
@@ -208,8 +200,7 @@ def _open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 def _line_records(file: Path, stream: BinaryIO) -> Records:
     """Read one JSON value per line."""
-    number = whole = 0
-    empty = True
+    number, empty = 0, True
     while line := stream.readline(MOST_RECORD_BYTES + 1):
         number += 1
         rest = line
@@ -220,71 +211,36 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
             continue
         empty, where = False, f"{file} line {number}"
         try:
-            record = parse_json_line(line, where)
-            whole += 1
+            yield where, parse_json_line(line, where)
         except InvalidConversation as error:
-            is_torn = error.reason == "not JSON" and whole and not line.endswith(b"\n")
-            record = _torn(where, whole) if is_torn else error
-        yield where, record
+            yield where, error
     if empty:
         raise UserError(
             f"{file} is empty: it must hold one JSON conversation per line, or a JSON array of conversations"
         )
 
 
-def _is_spread_over_lines(head: bytes) -> bool:
-    """Return True if JSON values span lines: the first line starts an array, `{"data": [`, or an unfinished object."""
-    text = head.decode("utf-8", errors="replace").strip()
-    if ARRAY.match(text):
-        return True
-    try:
-        DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        return text.startswith("{") and len(head) < HEAD_BYTES and error.pos >= len(text)
-    except RecursionError:
-        pass
-    return False
-
-
-def _decode_first(text: str) -> Any:
-    """Return the first value of a text; None if it is broken: then it is a line, and later lines may be records."""
-    with suppress(json.JSONDecodeError, RecursionError):
-        return DECODER.raw_decode(text.lstrip())
-    return None
-
-
-def _spread_records(file: Path, text: str) -> Records:
-    """Read the items of an array, or of `{"data": [...]}`, or values one after the other.
-
-    Where the text ends inside a record, an `InvalidConversation` follows the whole ones.
+def _array_records(file: Path, text: str) -> Records:
+    """Read the items of an array.
 
     Raises:
-        UserError: A value is no JSON.
+        UserError: An item is no JSON, or the text ends inside the array.
     """
-    array = ARRAY.match(text)
-    number, end = 0, array.end() if array else 0
+    number, end = 0, text.index("[") + 1
     while (start := NOT_BLANK_OR_COMMA.search(text, end)) is not None and start[0] != "]":
         try:
             value, end = DECODER.raw_decode(text, start.start())
-        except (json.JSONDecodeError, RecursionError) as error:
-            place, what = start.start(), TOO_DEEP
-            if isinstance(error, json.JSONDecodeError):
-                place, what = error.pos, f"not JSON: {error.msg}"
-                if number and (error.msg.startswith("Unterminated") or place >= len(text.rstrip())):
-                    break
-            raise UserError(f"{file} line {1 + text.count(chr(10), 0, place)} is {what}") from None
+        except RecursionError:
+            raise UserError(f"{file} record {number + 1} is {TOO_DEEP}") from None
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{file} line {error.lineno} (record {number + 1:,}) is not JSON: {error.msg}: correct it, or download "
+                "the file again"
+            ) from None
         number += 1
         yield f"{file} record {number}", value
-    else:
-        if start is not None or not array:
-            return
-    where = f"{file} record {number + 1}"
-    yield where, _torn(where, number)
-
-
-def _torn(where: str, whole: int) -> InvalidConversation:
-    sentence = f"the file ends inside this record, after {whole:,} complete records: download it again"
-    return InvalidConversation(where, "file ends inside a record", sentence)
+    if start is None:
+        raise UserError(f"{file} ends inside its array, after record {number:,}: download it again")
 
 
 def is_hub_name(source: str) -> bool:

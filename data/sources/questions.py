@@ -144,7 +144,8 @@ def _load_set(source: str) -> list[Question]:
     file = questions_file(source)
     if not file.is_file():
         raise UserError(
-            f"questions file {file} does not exist: set eval.questions to a file, or to one of {', '.join(NAMES)}"
+            f"questions file {file} does not exist: set eval.questions (or data.conversations.decontaminate, [] for "
+            f"none) to a file, or to one of {', '.join(NAMES)}"
         )
     questions: list[Question] = []
     seen: dict[int | str, str] = {}
@@ -254,14 +255,8 @@ class Contamination:
         self._first_turns: dict[Words, Match] = {}
         self._runs: dict[Words, dict[Words, Match]] = {}  # of rules 2 and 3, by their first `FEWEST_WORDS` words
         for source in sources:
-            file = questions_file(source)
-            if not file.is_file():
-                raise UserError(
-                    f"questions file {source}, whose questions are removed from the conversations, does not exist: "
-                    "correct eval.questions or data.conversations.decontaminate ([] for none)"
-                )
             for question in load_questions(source):
-                name = f"{source if source in NAMES else file.name}:{question.question_id}"
+                name = f"{source if source in NAMES else questions_file(source).name}:{question.question_id}"
                 first = words_of(question.turns[0])
                 if first:
                     self._first_turns.setdefault(first, Match(SAME, name))

@@ -35,7 +35,6 @@ LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TURN_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, *LOSS_KEYS, "tool_calls", "tool_call_id", "name"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts of a content
-THOUGHT_PARTS = ("thinking", "reasoning")
 MOST_NAMES, LONGEST_NAME = 12, 40  # in a sentence
 MOST_KEYS_COUNTED = 64  # of one record
 BAD_CALL = "malformed tool call"
@@ -84,8 +83,8 @@ def read_turn(message: Any, here: str, keeps_answers: bool = True, unread: dict[
     if not isinstance(calls, list | None):
         raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
     may_lack_text = calls or thoughts or role == "tool"
-    text, of_content = text_and_thoughts("" if content is None and may_lack_text else content, here)
-    thoughts = list(dict.fromkeys(each for each in (*thoughts, of_content) if each.strip()))
+    text = text_of("" if content is None and may_lack_text else content, here)
+    thoughts = list(dict.fromkeys(each for each in thoughts if each.strip()))
     if len(thoughts) > 1 or (thoughts and role != "assistant"):
         what = "two fields hold different thoughts" if role == "assistant" else f"a {role} turn has thoughts"
         raise InvalidConversation(here, "malformed thoughts", what)
@@ -142,17 +141,6 @@ def _text_of_part(part: Any, where: str) -> str:
             where, "turn is not text", f"a part of the turn must be text, not {json.dumps(shown)}"
         )
     return text
-
-
-def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
-    """Return a message's text, and the text of its parts that are thoughts (types `thinking` and `reasoning`)."""
-    if not isinstance(content, list):
-        return text_of(content, here), ""
-    is_thought = [isinstance(part, dict) and part.get("type") in THOUGHT_PARTS for part in content]
-    thoughts = [part for part, thought in zip(content, is_thought, strict=True) if thought]
-    texts = [next((part[key] for key in (part["type"], "text") if part.get(key) is not None), "") for part in thoughts]
-    rest = [part for part, thought in zip(content, is_thought, strict=True) if not thought]
-    return text_of(rest, here), "\n".join(text_of(each, here) for each in texts)
 
 
 def listed(names: Iterable[Any]) -> str:

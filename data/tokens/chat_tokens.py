@@ -94,43 +94,6 @@ def continued_token_ids(tokenizer: Any, texts: list[str], known: dict[str, list[
     return found
 
 
-def limited_token_ids(
-    tokenizer: Any, texts: list[str], most_tokens: int, known: dict[str, list[int]]
-) -> list[list[int]]:
-    """Tokenise texts as `continued_token_ids` does, but each only until it has more than `most_tokens` tokens.
-
-    Texts that continue each other are read piece by piece, the next pieces of all texts in one call.
-
-    Args:
-        most_tokens: Length of a training row.
-        known: Token ids of texts that are not read again; receives the ids of the texts that are read.
-
-    Returns:
-        The token ids of each text. Where there are more than `most_tokens`, later ids may be missing.
-    """
-    runs: list[list[str]] = []  # in each, a text continues the one before
-    run_of, step = [], max(1, most_tokens // 2)
-    for text in texts:
-        if not runs or not text.startswith(runs[-1][-1]):
-            runs.append([])
-        before = len(runs[-1][-1]) if runs[-1] else 0
-        ends = range(before // step * step, len(text), step)[1:]
-        pieces = (beginning(text, end) for end in ends)
-        runs[-1] += [piece for piece in pieces if text[len(piece) : len(piece) + 1].isspace()]
-        runs[-1].append(text)
-        run_of.append(len(runs) - 1)
-    last: dict[int, str] = dict.fromkeys(range(len(runs)), "")  # of each run, the last text that was read
-    waiting, length = list(last), step
-    while waiting:
-        added = {n: [last[n], *(text for text in runs[n] if len(last[n]) < len(text) <= length)] for n in waiting}
-        read = [text for n in waiting for text in added[n]]
-        known.update(zip(read, continued_token_ids(tokenizer, read, known), strict=True))
-        last.update((n, added[n][-1]) for n in waiting)
-        waiting = [n for n in waiting if len(last[n]) < len(runs[n][-1]) and len(known[last[n]]) <= most_tokens]
-        length += step
-    return [known.get(text, known[last[n]]) for text, n in zip(texts, run_of, strict=True)]
-
-
 def beginning(text: str, length: int) -> str:
     """Return the first `length` characters of a text, up to the next space, where a cut does not change the tokens."""
     space = SPACE.search(text, length, length + LOOK_AHEAD_CHARACTERS)

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.bounded import bounded
-from draftsmith.data.tokens.chat_tokens import beginning, limited_token_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import beginning, continued_token_ids, token_ids
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.templates import (
     TemplateProblem,
@@ -33,8 +33,6 @@ CHARACTERS_PER_TOKEN = 3  # of text that is rendered at first; if that is too sh
 WATCHED_TOGETHER = 8  # conversations
 MOST_ANSWERS = 1024  # of a conversation: each renders the turns before it
 
-TooLong = Literal["cut", "drop"]
-
 
 class Exchange(NamedTuple):
     """A prompt and its answer as token ids. weight: 0 for an answer that carries no loss, else 1."""
@@ -45,14 +43,13 @@ class Exchange(NamedTuple):
 
 
 def rows_by_prefix(
-    exchanges: Iterable[Exchange], max_length_tokens: int, too_long: TooLong = "cut"
+    exchanges: Iterable[Exchange], max_length_tokens: int
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
     """Build the training rows of a conversation; also count its cut and left-out answers, by names of `TokenReport`.
 
     Args:
         exchanges: Prompts and answers in the conversation's order.
-        max_length_tokens: Longest row.
-        too_long: `cut`: an answer that reaches beyond a row's end is learned up to there; `drop`: it is left out.
+        max_length_tokens: Longest row. An answer that reaches beyond its end is learned up to there.
     """
     rows: list[TokenizedConversation] = []
     lost: Counter[str] = Counter()
@@ -67,9 +64,8 @@ def rows_by_prefix(
     for prompt_ids, answer_ids, weight in exchanges:
         room = max_length_tokens - len(prompt_ids)
         if room < len(answer_ids):
-            is_cut = room > 0 and too_long == "cut"
-            lost["answers_cut" if is_cut else "answers_out"] += weight
-            if not is_cut:
+            lost["answers_cut" if room > 0 else "answers_out"] += weight
+            if room <= 0:
                 continue
         if prompt_ids[: len(ids)] != ids:
             end_row()
@@ -81,7 +77,7 @@ def rows_by_prefix(
 
 
 def tokenize_rows(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int, too_long: TooLong = "cut"
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
     """Tokenise a conversation to training rows, none if it does not fit, and count lost answers by `TokenReport` names.
 
@@ -89,14 +85,14 @@ def tokenize_rows(
         UserError: The tokenizer has no chat template, or the conversation's ids do not belong to its answers.
         TemplateProblem: The template rejects all of the conversation's answers.
     """
-    (found,) = tokenize_batch(tokenizer, [conversation], max_length_tokens, too_long)
+    (found,) = tokenize_batch(tokenizer, [conversation], max_length_tokens)
     if isinstance(found, TemplateProblem):
         raise found
     return found
 
 
 def tokenize_batch(
-    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int, too_long: TooLong = "cut"
+    tokenizer: Any, conversations: list[Conversation], max_length_tokens: int
 ) -> Iterator[tuple[list[TokenizedConversation], Counter[str]] | TemplateProblem]:
     """Tokenise conversations together; yield for each the result of `tokenize_rows`, or the problem that it raises."""
     done: dict[int, tuple[list[Exchange], _Written]] = {}
@@ -108,12 +104,12 @@ def tokenize_batch(
         written = [each for group in groups for each in _write(tokenizer, [conversations[n] for n in group], reach)]
         answers = [answer for each in written for answer in each.answers]
         texts = [text for answer in answers for text in (answer.prompt, answer.prompt + answer.text)]
-        ids = iter(limited_token_ids(tokenizer, texts, max_length_tokens, known))
+        known.update(zip(texts, continued_token_ids(tokenizer, texts, known), strict=True))
         too_short = []
         for index, each in zip(waiting, written, strict=True):
             exchanges, both_ids = [], list[int]()
             for answer in each.answers:
-                prompt_ids, both_ids = next(ids), next(ids)
+                prompt_ids, both_ids = known[answer.prompt], known[answer.prompt + answer.text]
                 answer_ids = both_ids[len(prompt_ids) :]
                 if prompt_ids + answer_ids != both_ids:  # a token extends from the prompt into the answer
                     answer_ids = token_ids(tokenizer, answer.text)
@@ -129,7 +125,7 @@ def tokenize_batch(
         if each.problem is not None and not exchanges:
             yield each.problem
         else:
-            rows, lost = rows_by_prefix(exchanges, max_length_tokens, too_long)
+            rows, lost = rows_by_prefix(exchanges, max_length_tokens)
             yield rows, lost + each.lost
 
 
@@ -198,9 +194,8 @@ def _render_answers(tokenizer: Any, conversation: Conversation, reach_characters
             problem = problem or error
             lost["answers_refused"] += turn.weight
             continue
-        for of_prompt in (form.opening, form.unlearned):
-            if text.startswith(of_prompt):
-                prompt, text = prompt + of_prompt, text.removeprefix(of_prompt)
+        if text.startswith(form.opening):
+            prompt, text = prompt + form.opening, text.removeprefix(form.opening)
         is_cut = len(prompt) + len(text) > reach_characters
         if is_cut:
             both = beginning(prompt + text, reach_characters)

@@ -1,39 +1,24 @@
 """Rendering by the target's chat template: the one way to a prompt, for distilling, training, serving and measuring.
 
 What a template does is found by rendering probes, once for each template: how it writes an answer, where it reads
-thoughts, how it writes tool calls, and which turns it leaves out. Thoughts in a separate field of a turn are passed
-under the name that the template reads, or in the content between `<think>` and `</think>` if it expects them there.
+thoughts, and how it writes tool calls. Thoughts in a separate field of a turn are passed under the name that the
+template reads, or in the content between `<think>` and `</think>` if it expects them there.
 """
 
-import json
-import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn, common_length
 from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
-from draftsmith.data.tokens.tool_calls import FUNCTION, CallForm, call_form
+from draftsmith.data.tokens.tool_calls import CallForm, call_form
 from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
-LONG_HISTORY = 8  # exchanges, of which a template may keep the last ones alone
 MARK = "Xq7MarkXq7"  # a text that is in no template
-MARKUP = f"{MARK} <b>&</think> {MARK}"  # a text that some filters of templates change
-TIMES = 8  # that one probe is rendered, to find a template with a random choice
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 SKIP_SUCH = "or set data.conversations.skip_invalid=true to skip and count such conversations"
-TEMPLATE = "set target.chat_template"
-LEFT_OUT = {  # by the kind of turn: what is left out, and the way out
-    "user": ("the text of user turns (it reads a list of parts, only the last turn, or filters it)", TEMPLATE),
-    "second user": ("one of two user turns in a row", f"join them into one turn, or {TEMPLATE}"),
-    "system": ("system turns", f"write them into the first user turn, {TEMPLATE}, {SKIP_SUCH}"),
-    "assistant": ("earlier answers", TEMPLATE),
-    "later system": ("system turns after the first turn", f"write them into a user turn, or {TEMPLATE}"),
-}
 Tools = tuple[Tool, ...]
 
 
@@ -42,7 +27,7 @@ class TemplateProblem(UserError):
 
 
 class TemplateRefusal(TemplateProblem):
-    """Error of a chat template that raises, as many do on a system turn, or leaves out a part of a conversation."""
+    """Error of a chat template that raises, as many do on a system turn, or leaves out tools."""
 
 
 def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
@@ -50,7 +35,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
     Raises:
         UserError: There is no template, or none for this conversation.
-        TemplateRefusal: The template raises, or leaves out user turns, system turns, tools or their results.
+        TemplateRefusal: The template raises, or leaves out tools or their results.
         EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     template = chosen_template(tokenizer, tools)
@@ -59,14 +44,6 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
             "the target's chat template does not write tools, their calls or their results, which conversations have: "
             f"remove such turns, set target.chat_template, {SKIP_SUCH}"
         )
-    is_system = [turn.role == "system" for turn in turns]
-    is_present = {"user": True, "system": any(is_system[:1]), "later system": any(is_system[1:])}
-    is_present["second user"] = any(one.role == two.role == "user" for one, two in pairwise(turns))
-    is_present["assistant"] = any(turn.role == "assistant" and turn.content for turn in turns[:-1])
-    for kind in _left_out(tokenizer, template, bool(tools)):
-        if is_present[kind]:
-            what, way_out = LEFT_OUT[kind]
-            raise TemplateRefusal(f"the target's chat template leaves out {what}: {way_out}")
     try:
         return _render(tokenizer, template, turns, tools, add_generation_prompt)
     except (EndlessTemplate, TemplateProblem):
@@ -99,7 +76,7 @@ def chosen_template(tokenizer: Any, tools: Tools = ()) -> str:
 def _render(
     tokenizer: Any, template: str, turns: tuple[Turn, ...], tools: Tools = (), generation_prompt: bool = False
 ) -> str:
-    """Render turns by one template, without looking for what it leaves out."""
+    """Render turns by one template."""
     messages = [turn.message for turn in turns]
     if any(turn.reasoning_content for turn in turns):
         field = thoughts_field(tokenizer, template)
@@ -130,54 +107,10 @@ def _apply(
 # ---- what a template does ----
 
 
-@lru_cache(maxsize=8)
-def _left_out(tokenizer: Any, template: str, has_tools: bool) -> tuple[str, ...]:
-    """Return the kinds of turns, keys of `LEFT_OUT`, whose text the template leaves out of a prompt, or changes.
-
-    Kinds that it refuses are not among them.
-
-    Raises:
-        UserError: The template does not render a conversation to the same text each time.
-    """
-    question, answer = PROBE
-    tools = ({"type": "function", "function": FUNCTION},) * has_tools
-    asked, told = Turn("user", f"{MARKUP} {'so long ' * 1000}\n{MARK}"), Turn("system", MARKUP)
-    answered, later = Turn("assistant", MARK), (answer, question) * LONG_HISTORY
-    probes: dict[str, list[tuple[Turn, ...]]] = {
-        "user": [(asked,), (asked, *later)],
-        "second user": [(asked, Turn("user", MARKUP + MARK))],
-        "system": [(told, question), (told, question, *later)],
-        "assistant": [(question, answered, question), (question, answered, question, *later)],
-        "later system": [(question, answer, told, question)],
-    }
-
-    def write(turns: tuple[Turn, ...]) -> str:
-        return _probe(tokenizer, template, [turn.message for turn in turns], True, tools)
-
-    def lacks(turns: tuple[Turn, ...]) -> bool:
-        text = write(turns)
-        contents = [turn.content for turn in turns if MARK in turn.content]
-        # A template may write JSON.
-        return bool(text) and any(each not in text and json.dumps(each)[1:-1] not in text for each in contents)
-
-    if len({write((question,)) for _ in range(TIMES)}) > 1:
-        raise UserError(
-            "the target's chat template renders a conversation differently each time (it chooses at random, most "
-            "likely): set target.chat_template to one that always writes the same"
-        )
-    return tuple(kind for kind, of_kind in probes.items() if any(map(lacks, of_kind)))
-
-
-def _probe(
-    tokenizer: Any,
-    template: str,
-    messages: list[dict[str, Any]],
-    generation_prompt: bool = False,
-    tools: Tools = (),
-) -> str:
+def _probe(tokenizer: Any, template: str, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
     """Render messages; empty if the template refuses them, or cannot be used at all."""
     try:
-        return _apply(tokenizer, template, messages, tools, generation_prompt)
+        return _apply(tokenizer, template, messages, (), generation_prompt)
     except EndlessTemplate:
         raise
     except Exception:  # of any kind: templates are programs
@@ -190,14 +123,12 @@ class AnswerForm:
 
     opening: end of the generation prompt that is in no finished conversation, as R1's `<think>`.
     lead: text between the prompt and the answer's content, as the space of Llama 2.
-    unlearned: the part of `lead` before `{% generation %}`, which the target does not generate.
     ending: text after the content, up to the end token; empty without an end token. tail: the text after `ending`.
     in_history: lead and ending of an answer that other turns follow.
     """
 
     opening: str
     lead: str
-    unlearned: str
     ending: str
     tail: str
     in_history: tuple[str, str]
@@ -211,7 +142,7 @@ def answer_form(tokenizer: Any, tools: Tools = ()) -> AnswerForm:
         TemplateProblem: The template does not write an answer after its question, or writes it twice.
     """
     template = chosen_template(tokenizer, tools)
-    render(tokenizer, PROBE[:1])  # a template that refuses a question, or leaves it out
+    render(tokenizer, PROBE[:1])  # a template that refuses a question
     return _find_answer_form(tokenizer, template)
 
 
@@ -224,8 +155,8 @@ def _find_answer_form(tokenizer: Any, template: str) -> AnswerForm:
     lead, is_written, rest = text[len(shared) :].partition(answer.content)
     if question.content not in shared or not is_written or answer.content in rest:
         raise TemplateProblem(
-            "the target's chat template drops or repeats an answer, or rewrites the question before it: "
-            "correct target.chat_template"
+            "the target's chat template drops or repeats an answer, or drops or rewrites the question before it (one "
+            "that reads a list of parts drops both): set target.chat_template"
         )
     ending, tail = _split_after_end_token(tokenizer, rest)
     in_history = (lead, ending)
@@ -233,16 +164,7 @@ def _find_answer_form(tokenizer: Any, template: str) -> AnswerForm:
     earlier_lead, is_written, rest = longer.removeprefix(shared).partition(answer.content)
     if is_written and longer.startswith(shared):
         in_history = (earlier_lead, ending and _split_after_end_token(tokenizer, rest)[0])
-    unlearned = ""
-    if GENERATION_MARK.search(template):
-        marked = _render(tokenizer, GENERATION_MARK.sub(lambda mark: mark[0] + MARK, template), PROBE)
-        if MARK not in marked:
-            raise TemplateProblem(
-                "the chat template's {% generation %} marks no token of an answer: correct or remove the mark in "
-                "target.chat_template"
-            )
-        unlearned = marked.removeprefix(shared).partition(MARK)[0] if marked.startswith(shared) else ""
-    return AnswerForm(prompt[len(shared) :], lead, unlearned, ending, tail, in_history)
+    return AnswerForm(prompt[len(shared) :], lead, ending, tail, in_history)
 
 
 def _split_after_end_token(tokenizer: Any, text: str, is_last: bool = False) -> tuple[str, str]:
@@ -338,19 +260,6 @@ def _with_thoughts(field: str, thoughts: str, content: str) -> dict[str, str]:
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
     return {field: thoughts, "content": content}
-
-
-def missing_header_sentence(tokenizer: Any) -> str:
-    """Return a warning if the template's generation prompt lacks the header of an answer, else an empty text."""
-    without_prompt = render(tokenizer, PROBE[:1])
-    header = answer_form(tokenizer).lead.strip()
-    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
-        return ""
-    return (
-        f"the chat template writes no header of an answer ({header.splitlines()[0]}) in generation prompts, so "
-        "that the header carries loss and prompts end without it: set target.chat_template to one that writes it where "
-        "add_generation_prompt is true"
-    )
 
 
 def template_calls(tokenizer: Any, tools: Tools = ()) -> CallForm | None:

@@ -100,5 +100,5 @@ EXPORTERS = {
     ("draft_model", "sglang"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="STANDALONE"),
 }
 PARD_EXPORTERS = {
-    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True, first_vllm="0.16"),
+    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True),
 }

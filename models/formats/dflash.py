@@ -55,8 +55,6 @@ DFLASH2_RULES = (
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are taken from the target's whole LM head"),
 )
-# vllm-project/vllm, pull request 52816.
-FIRST_DFLASH2 = "0.28"
 # Config keys that our drafters do not implement, with the values at which they change nothing.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -226,17 +224,15 @@ def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]
 _to_library = partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator")
 _to_library2 = partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel")
 EXPORTERS = {
-    (kind, to): Exporter(
-        write, parameters, rules, method, needs_target=has_draft_vocabulary, in_blocks=True, first_vllm=first_vllm
-    )
-    for kind, to, write, rules, method, first_vllm in (
-        ("dflash", "vllm", to_dflash, DFLASH_RULES, "dflash", "0.20"),
-        ("dflash", "sglang", to_dflash, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", ""),
-        ("dflash2", "vllm", to_dflash2, DFLASH2_RULES, "dflash", FIRST_DFLASH2),
-        ("dflash2", "sglang", to_dflash2, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", ""),
-        ("dflash", "speculators", _to_library, (*DFLASH_RULES, *SPECULATORS_RULES), "dflash", "0.20"),
-        ("dflash2", "speculators", _to_library2, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", FIRST_DFLASH2),
-        ("dspark", "vllm", to_dspark, DSPARK_RULES, "dspark", ""),
-        ("dspark", "sglang", to_dspark, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", ""),
+    (kind, to): Exporter(write, parameters, rules, method, needs_target=has_draft_vocabulary, in_blocks=True)
+    for kind, to, write, rules, method in (
+        ("dflash", "vllm", to_dflash, DFLASH_RULES, "dflash"),
+        ("dflash", "sglang", to_dflash, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH"),
+        ("dflash2", "vllm", to_dflash2, DFLASH2_RULES, "dflash"),
+        ("dflash2", "sglang", to_dflash2, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH"),
+        ("dflash", "speculators", _to_library, (*DFLASH_RULES, *SPECULATORS_RULES), "dflash"),
+        ("dflash2", "speculators", _to_library2, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash"),
+        ("dspark", "vllm", to_dspark, DSPARK_RULES, "dspark"),
+        ("dspark", "sglang", to_dspark, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK"),
     )
 }

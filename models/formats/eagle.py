@@ -285,12 +285,12 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 EXPORTERS = {
     ("eagle3", "vllm"): Exporter(to_vllm, parameters, EAGLE3_RULES, "eagle3", logits_fit=has_uncapped_logits),
     ("peagle", "vllm"): Exporter(
-        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits, first_vllm="0.16"
+        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits
     ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
     ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
-        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always, first_vllm="0.16"
+        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle", "vllm"): Exporter(
         eagle_to_vllm, eagle_parameters, (*EAGLE_RULES, FC_BIAS), "eagle", logits_fit=has_uncapped_logits

@@ -1,6 +1,6 @@
 """Export of trained drafters to other programs: supported formats, serving commands, and the exported folder.
 
-A folder is written completely or not at all. Its config is then compared with the target's (RoPE, norms, vocabulary,
+A folder is written completely or not at all. Its config is compared with the target's (RoPE, norms, vocabulary,
 positions), and its tensors, converted back to our names, with the drafter's. Whether a format can express a drafter
 depends on its config only, so that this can be checked before training. A format refuses kinds without an exporter.
 """
@@ -151,9 +151,8 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 def version_sentence(config: DrafterConfig, to: str) -> str:
     """Return, in words, the engine version that an exported folder is for, and what this drafter needs there."""
     exporter = exporter_of(config, to)
-    plugin = ", with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
-    needs = f"; `{config.kind}` needs vLLM {exporter.first_vllm} or later{plugin}" if exporter.first_vllm else ""
-    return f"for {exporter.versions or FORMATS[to]}{needs}"
+    plugin = " with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
+    return f"for {exporter.versions or FORMATS[to]}{plugin}"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
@@ -332,33 +331,23 @@ def export_drafter(
         (partial / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
+            check_written(whole, drafter, exporter)
             architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
             llamacpp.write_gguf(partial / llamacpp.FILE, whole, architecture, config.layers_of, tokenizer, gguf.dtype)
         else:
             save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-        check_written(partial, drafter, exporter, None if gguf is None else gguf.dtype)
+            check_written(read_checkpoint(partial), drafter, exporter)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
     return made
 
 
-def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype: str | None = None) -> None:
-    """Read an exported folder back and compare it with the drafter.
-
-    Args:
-        gguf_dtype: Dtype that the weights of a GGUF file were rounded to.
+def check_written(read: Checkpoint, drafter: Drafter, exporter: Exporter) -> None:
+    """Compare an exported checkpoint, read back, with the drafter; of a GGUF file the checkpoint that it is made of.
 
     Raises:
         RuntimeError: The tensors differ, which is a bug of ours.
     """
-    config = drafter.config
-    if gguf_dtype is None:
-        read = read_checkpoint(folder)
-    else:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
-        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, architecture)
-        read = Checkpoint(values, tensors)
-    wrong = []
+    config, wrong = drafter.config, list[str]()
     if "num_attention_heads" in read.config:
         differences = config_differences(read.config, config.layers_of, exactly=True)
         wrong = [f"config: {sentence}" for sentence in differences.values()]
@@ -375,18 +364,12 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         names = [
             name
             for name in sorted(state.keys() | back.state.keys())
-            if name not in state or name not in back.state or not _same(state[name].cpu(), back.state[name], gguf_dtype)
+            if name not in state or name not in back.state or not _same(state[name].cpu(), back.state[name])
         ]
         wrong += [f"the tensors {some_of(names)} differ when they are read back"] if names else []
     if wrong:
         raise RuntimeError(f"the export differs from the drafter, a bug of draftsmith: {'; '.join(wrong)}")
 
 
-def _same(ours: Tensor, read: Tensor, gguf_dtype: str | None) -> bool:
-    """Return whether a tensor is the one that was written, up to the rounding of a GGUF file's dtype."""
-    if gguf_dtype is None:
-        return ours.dtype == read.dtype and torch.equal(ours, read)
-    if not ours.is_floating_point() or ours.shape != read.shape:
-        return torch.equal(ours, read)
-    largest = ours.float().abs().max() if ours.ndim > 1 else 0.0  # vectors are not rounded
-    return bool((ours.float() - read).abs().max() <= llamacpp.ROUNDING[gguf_dtype] * largest)
+def _same(ours: Tensor, read: Tensor) -> bool:
+    return ours.dtype == read.dtype and torch.equal(ours, read)

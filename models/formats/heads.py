@@ -83,7 +83,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
         state.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
     separate = any(name.startswith("lm_heads.") for name in state)
     options = {"num_heads": heads, "num_layers": layers, "lm_heads": "separate" if separate else "shared"}
-    return Parameters("medusa", options, state, borrowed, assumed=_other_counts(checkpoint, heads, layers))
+    return Parameters("medusa", options, state, borrowed)
 
 
 def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
@@ -107,23 +107,13 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
         state = {name: value for name, value in state.items() if name not in biases}
     heads, layers = _counts(state, r"heads\.(\d{1,4})\.(\d{1,4})\.linear\.weight")
     options = {"num_heads": heads, "num_layers": layers, "embedding_norm": False, "lm_head_bias": biased}
-    return Parameters("hydra", options, state, assumed=_other_counts(checkpoint, heads, layers))
+    return Parameters("hydra", options, state)
 
 
 def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
     """Return the number of heads, and of blocks per head, from the two indices in the names of blocks."""
     places = [(int(match[1]), int(match[2])) for name in state if (match := re.match(block, name))]
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
-
-
-def _other_counts(checkpoint: Checkpoint, heads: int, layers: int) -> tuple[str, ...]:
-    """Return a note on each count in the config that the tensors contradict, as in Medusa's own uploads."""
-    return tuple(
-        f"its config says {key}: {value}, but it has tensors of {count}: these were taken"
-        for key, value in checkpoint.config.items()
-        for name, count in (("num_heads", heads), ("num_layers", layers))
-        if key.endswith(name) and value != count
-    )
 
 
 def _check_size(block_weights: Iterable[Tensor], target_config: Mapping[str, Any]) -> None:

@@ -78,8 +78,6 @@ class Exporter:
         in_blocks: The config fixes the number of draft tokens.
         logits_fit: Returns whether the reader computes the same logits as this config's target, see
             `models/target_logits.py`.
-        first_vllm: First version of vLLM with this kind, if that is known, by serve_vllm of NVIDIA-NeMo/Automodel
-            (nemo_automodel/components/speculative) or vLLM's pull requests.
         versions: Versions of the engine that read this kind, if these are not all of `FORMATS`.
         by_plugin: vLLM loads it by draftsmith's plugin, see `vllm_plugin.py`.
     """
@@ -93,7 +91,6 @@ class Exporter:
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
-    first_vllm: str = ""
     versions: str = ""
     by_plugin: bool = False
 

@@ -40,8 +40,6 @@ FILE = "drafter.gguf"
 # Of the weights; a norm, and what has a row that is no multiple of a block, stays in fp32.
 DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that q8_0 and q4_0 scale together
-# How far a weight may be from the drafter's, as a share of the largest of its tensor.
-ROUNDING = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 2**-7, "q4_0": 2**-3}
 # Prefixes of names, an engine's to theirs. What no prefix fits has the same name.
 NAMES = {
     "embed_tokens.": "token_embd.",
@@ -100,11 +98,7 @@ DRAFT_MODEL_RULES = (
 # An engine's layout in a GGUF file; a head of all tokens stays the target's.
 EXPORTERS = {
     (kind, "gguf"): replace(
-        exporters[kind, "vllm"],
-        method=method,
-        refusals=(*rules, ROPE),
-        logits_fit=has_plain_logits,
-        first_vllm="",
+        exporters[kind, "vllm"], method=method, refusals=(*rules, ROPE), logits_fit=has_plain_logits
     )
     for kind, method, exporters, rules in (
         ("eagle3", "draft-eagle3", eagle.EXPORTERS, EAGLE3_RULES),
@@ -231,16 +225,13 @@ def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> N
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
 
 
-def _turned(
-    tensors: Mapping[str, Tensor], architecture: str, config: Mapping[str, Any], back: bool = False
-) -> dict[str, Tensor]:
-    """Interleave the two halves of a head's rows [H*Dh, I] of queries and keys, or undo it, if RoPE needs it."""
+def _turned(tensors: Mapping[str, Tensor], architecture: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Interleave the two halves of a head's rows [H*Dh, I] of queries and keys, if RoPE needs it."""
     result = dict(tensors)
     for name, value in tensors.items() if architecture in TURNS_NEIGHBOURS else ():
         if found := re.search(r"self_attn\.([qk])_proj\.", name):
             heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
-            parts = (heads, -1, 2) if back else (heads, 2, -1)
-            result[name] = value.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
+            result[name] = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return result
 
 
@@ -292,27 +283,3 @@ def _package() -> Any:
     except ImportError:
         raise UserError("--to gguf needs the package gguf: pip install -e '.[gguf]' in a checkout") from None
     return gguf
-
-
-# ---- theirs to ours ----
-
-
-def read_gguf(file: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:
-    """Read the tensors of an exported GGUF file, in fp32, under the engine's names from which it was written.
-
-    Args:
-        config: Config in that layout.
-        architecture: Result of `architecture_of`.
-    """
-    gguf = _package()
-    tensors: dict[str, Tensor] = {}
-    for tensor in gguf.GGUFReader(file).tensors:
-        if tensor.name == "d2t":
-            ids = torch.from_numpy(tensor.data.copy())
-            tensors["d2t"] = ids - torch.arange(len(ids))
-        elif tensor.name != "rope_freqs.weight":
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            tensors[tensor.name] = torch.from_numpy(values.copy()).reshape(shape)
-    tensors = _turned(renamed(tensors, _names(architecture), back=True), architecture, config, back=True)
-    return renamed(tensors, eagle.NAMES) if architecture == "eagle3" else tensors

@@ -145,7 +145,6 @@ EXPORTERS = {
         parallel=True,
         needs_target=needs_target,
         logits_fit=has_uncapped_logits,
-        first_vllm="0.32",
         by_plugin=True,
     ),
 }

@@ -110,8 +110,8 @@ def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
     """Return labels [B, G, S]: of depth j+1 at t, x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
 
-    A run of ones is an answer, or a part of one (`data.loops`, `data.reasoning`): no label crosses a token without
-    loss, so the G-1 groups before such a token lack deep labels.
+    A run of ones is an answer: no label crosses a token without loss, so the G-1 groups before such a token lack deep
+    labels.
     """
     batch, length = input_ids_bs.shape
     labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)

@@ -90,7 +90,7 @@ def test_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest.M
 def test_data_are_reused_only_if_settings_match(tmp_path: Path) -> None:
     first = load_recipe("quickstart", [f"runs_dir={tmp_path}", "name=first"])
     (RunFolder(first).data / "tokens").mkdir(parents=True)
-    overrides = {"same": "data.packing=true", "masked": "data.reasoning=mask", "other": "data.max_length_tokens=100"}
+    overrides = {"same": "data.packing=true", "other": "data.max_length_tokens=100"}
     for name, override in overrides.items():
         second = load_recipe("quickstart", [f"runs_dir={tmp_path}", f"name={name}", override])
         reuse_data(second, [first, second])

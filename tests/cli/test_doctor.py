@@ -142,7 +142,7 @@ SERVED = "data.features={source: server, server: {urls: ['http://h:8000']}}"
 DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
-        "chat/chat template", "leaves out the text of user turns .*: set target.chat_template",
+        "chat/chat template", "drops or rewrites the question before it .*: set target.chat_template",
     ),
     "the template refuses system turns": (
         {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
@@ -177,9 +177,6 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
         {"max_position_embeddings": 64}, ["data.distill.max_new_tokens=60"],
         "source/room for answers",
         r"none of 3 prompts leaves room .*=60 within the target's 64 positions, .* tokens: set .* to \d+ at most,",
-    ),
-    "no token of thoughts": (
-        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
     ),
     "an option of no engine": (
         {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",
@@ -220,10 +217,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     "thoughts": (
         "warning", {"template": "{% if enable_thinking %}{% endif %}" + templates.CHATML}, [],
         "chat/thoughts", r"target.chat_template_kwargs=\{enable_thinking: false\}",
-    ),
-    "no generation prompt": (
-        "warning", {"template": templates.CHATML.split("{% if add_generation_prompt")[0]}, [],
-        "chat/generation prompt", r"no header of an answer \(<\|im_start\|>assistant\) in generation prompt",
     ),
     "keys that are not read": (
         "ok", {"source": [each | {"model": "m"} for each in TALK]}, [],

@@ -11,9 +11,8 @@ and so do the features that a group reads. The loss equals that of the documents
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
 group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
-this equals the decoding loop, except for the target's ties. For the replay held-out answers are whole: copies that
-`data.loops: mask` leaves out of the training loss are in again. Thoughts that `data.reasoning: mask` leaves out are not
-replayed. The held-out loss is a mean over batches, weighted by their labels: their size changes it a little.
+this equals the decoding loop, except for the target's ties. The held-out loss is a mean over batches, weighted by their
+labels: their size changes it a little.
 
 Shapes: B batch, S sequence, D hidden, G depths.
 """
@@ -34,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from draftsmith.data.distill.token_dataset import first_rows_of_conversations, row_lengths
-from draftsmith.data.tokens.loss_mask import TokenizedConversation, runs_of_ones
+from draftsmith.data.tokens.loss_mask import runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.checks import keeps_documents_apart
@@ -52,8 +51,6 @@ EMPTY_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
 def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset | None]:
     """Split `tokens` into training and held-out examples (or None); `ROWS_COLUMN` has their row numbers in `tokens`.
-
-    Held-out answers carry loss on copies too (`TokenizedConversation.with_copies`).
 
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
@@ -75,13 +72,7 @@ def split_rows(tokens: Dataset, eval_rows_frac: float) -> tuple[Dataset, Dataset
             f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves none to train on: set it to 0, "
             "or distil more conversations"
         )
-    # A hole in the loss, of a copy that `data.loops: mask` took out, would end an answer.
-    heldout = numbered.select(np.flatnonzero(out))
-    columns = heldout[:]
-    pairs = zip(columns["input_ids"], columns["loss_mask"], strict=True)
-    masks = [TokenizedConversation(*pair).with_copies().loss_mask for pair in pairs]
-    whole = Dataset.from_dict({**columns, "loss_mask": masks}, features=heldout.features)
-    return numbered.select(np.flatnonzero(~out)), whole
+    return numbered.select(np.flatnonzero(~out)), numbered.select(np.flatnonzero(out))
 
 
 def _place(ids_s: np.ndarray) -> float:
@@ -309,7 +300,7 @@ def replayed_chains(correct_bgs: Tensor, loss_mask_bs: Tensor) -> list[list[floa
     depths = correct_bgs.shape[1]
     tokens, rounds = [0.0] * depths, [0.0] * depths
     for right_s, mask_s in zip(right_bs, loss_mask_bs.tolist(), strict=True):
-        for first, end in runs_of_ones(mask_s):  # several in an answer with `data.loops: mask`
+        for first, end in runs_of_ones(mask_s):
             for j in range(depths):
                 tokens[j] += end - 1 - first
                 rounds[j] += _count_rounds(right_s, first, end - 1, j + 1)

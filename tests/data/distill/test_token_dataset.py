@@ -18,11 +18,10 @@ from draftsmith.data.distill import token_dataset as token_rows
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import Work, build_token_dataset, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.loss_mask import reasoning_ids
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, run_lock
-from draftsmith.recipes.schema import DataRecipe, Recipe
+from draftsmith.recipes.schema import Recipe
 
 
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
@@ -101,8 +100,8 @@ def test_rows_of_a_started_training_are_not_replaced(tmp_path: Path) -> None:
     assert build(data).rows == 2
 
 
-def test_too_long_conversations_are_cut_or_dropped(tmp_path: Path) -> None:
-    """An answer is learned up to the limit; with `drop` only the whole ones before it."""
+def test_too_long_conversations_are_cut(tmp_path: Path) -> None:
+    """An answer is learned up to the limit."""
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
     last = list(LedgerView(tmp_path).distilled())[-1]
     ((row,), _) = tokenize_rows(tiny_tokenizer(templates.CHATML), last, 1000)
@@ -112,8 +111,6 @@ def test_too_long_conversations_are_cut_or_dropped(tmp_path: Path) -> None:
     first, second, third = load(tmp_path)["input_ids"]
     assert first[: len(second)] != second == third
     assert len(first) == len(second)
-    report = build(tmp_path, max_length_tokens=len(row.input_ids), too_long="drop")
-    assert (report.rows, report.answers_cut, report.answers_out, report.too_long) == (2, 0, 2, 1)
 
 
 def test_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
@@ -203,25 +200,3 @@ def test_answers_that_the_template_refuses_are_counted(tmp_path: Path) -> None:
     assert (report.rows, report.extra_rows, report.answers_refused) == (3, 2, 1)
     assert "(2 of them because later prompts change earlier turns)" in report.sentence()
     assert "; of 1 conversations 1 answers refused by the" in report.sentence()
-
-
-def test_thoughts_carry_no_loss_if_masked(tmp_path: Path) -> None:
-    """Only the text after the thoughts carries loss; a row of thoughts alone is left out and counted."""
-    tokenizer = FAMILIES["Qwen3"].tokenizer()
-    texts = ["<think>\none\n</think>\n\nHello", "<think>\nthree\n</think>\n\nBye"]
-    turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
-    ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
-    thought = tokenizer.encode("<think>\none", add_special_tokens=False)
-    cut = Conversation("cut", (Turn("user", "Say hi"), Turn("assistant", "<think>\none")), answer_ids=(thought,))
-    answered = [Conversation("thinking", tuple(turns), answer_ids=tuple(ids)), cut]
-    around = reasoning_ids(tokenizer, DataRecipe(reasoning="mask"))
-    assert around is not None
-    assert tokenizer.convert_ids_to_tokens(list(around)) == ["<think>", "</think>"]
-    report, rows = write_rows(tmp_path, answered, tokenizer=tokenizer, max_length_tokens=1000, reasoning=around)
-    learned = [[i for i, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss] for row in rows]
-    assert list(map(tokenizer.decode, learned)) == ["\n\nHello<|im_end|>", "\n\nBye<|im_end|>"]
-    thoughts = sum(each.index(around[1]) + 1 for each in ids) + len(tokenizer.encode("<think>\none"))
-    assert (report.rows, report.thoughts_alone, report.reasoning_tokens) == (2, 1, thoughts)
-    assert "1 examples of thoughts alone left out" in report.sentence()
-    with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the tokens"):
-        reasoning_ids(tokenizer, DataRecipe(reasoning="mask", reasoning_tokens=("[THINK]", "</think>")))

@@ -80,5 +80,5 @@ def test_default_questions_are_those_of_the_recipe(tmp_path: Path) -> None:
     values["data"]["conversations"]["decontaminate"] = []  # type: ignore[index]
     assert len(list(load_conversations(Recipe.model_validate(values)))) == 2
     values["data"]["conversations"]["decontaminate"] = ["gone.jsonl"]  # type: ignore[index]
-    with pytest.raises(UserError, match=r"questions file gone.jsonl, whose .* does not exist: correct .*decontaminate"):
+    with pytest.raises(UserError, match=r"questions file gone.jsonl does not exist: set .*decontaminate"):
         list(load_conversations(Recipe.model_validate(values)))

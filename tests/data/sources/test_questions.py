@@ -149,7 +149,7 @@ FILL_IN = "in place of its text: fill it in with `python3 prepare_data.py --data
         (b"{", "line 1: not JSON"),
         (b"[1]", "record 1 is not a JSON object"),
         (b'{"question_id": %s, "category": "a", "turns": ["a"]}' % (b"9" * 5000), "text of one line, not inf"),
-        (b"[" * 100_000, "line 1 is nested too deeply"),
+        (b"[" * 100_000, "record 1 is nested too deeply"),
         (b"\xe4", "line 1: not UTF-8 text (byte 0xe4 at position 1)"),
     ],
 )
@@ -169,7 +169,7 @@ def test_questions(tmp_path: Path) -> None:
     file.write_text('{"question_id": 1, "category": "a", "turns": ["a\\ud800b {article}"]}')
     assert load_questions(str(file))[0].turns == ("a?b {article}",)
     with pytest.raises(
-        UserError, match=r"nowhere\.jsonl does not exist: set eval.questions to a file, or to one of embedded, spec"
+        UserError, match=r"nowhere\.jsonl does not exist: set eval.questions .* to a file, or to one of embedded"
     ):
         load_questions("nowhere.jsonl")
     questions = load_questions("embedded")

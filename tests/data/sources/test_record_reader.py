@@ -200,8 +200,6 @@ def test_thoughts_of_answers_are_read(key: str) -> None:
     found = parse(messages(**{key: "hm"}))
     assert found.turns[1] == Turn("assistant", "a", reasoning_content="hm")
     assert found.messages[1] == ANSWERED | {"reasoning_content": "hm"}
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
-    assert parse(messages(content=parts)).turns == found.turns
     assert parse({"prompt": "q", "answer": "a", "reasoning_content": "hm"}).turns == found.turns
 
 

@@ -1,4 +1,4 @@
-"""What the probes of a template say: the form of an answer, thoughts, and what the template leaves out."""
+"""What the probes of a template say: the form of an answer, and templates that cannot be used."""
 
 import pytest
 from support import tiny_tokenizers as templates
@@ -8,124 +8,26 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, text_token_ids
 from draftsmith.data.tokens.rows import tokenize_rows
-from draftsmith.data.tokens.templates import (
-    TemplateRefusal,
-    answer_form,
-    missing_header_sentence,
-    render,
-)
+from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
 
 ASKED = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
-def test_answer_header_missing_from_the_generation_prompt() -> None:
-    without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
-    assert "an answer (<|assistant|>) in generation prompts" in missing_header_sentence(tiny_tokenizer(without))
-    for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
-        assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
-
-
-@pytest.mark.parametrize("mark", ["{% generation %}", "{% generation%}", "{%generation-%}", "{%-  generation  %}"])
-def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
-    """What the template writes before it carries no loss."""
-    tokenizer = tiny_tokenizer(templates.GENERATION.replace("{% generation %}", "(thoughts)" + mark))
-    assert answer_form(tokenizer).unlearned == "(thoughts)"
-    ((row,), _) = tokenize_rows(tokenizer, Conversation("x", ASKED * 2), 1000)
-    assert [tokenizer.decode(answer) for answer in row.answers()] == ["Hello<|im_end|>"] * 2
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "has no chat template: use an instruct model, or set target.chat_template"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of user turns"),
-        ("{{ range(9999) | random }}" + templates.CHATML, "renders a conversation differently each time"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "drops or rewrites the question"),
+        (templates.CHATML.replace("m.content", "m.content[0].text"), "drops or rewrites the question"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "drops or repeats an answer"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", "drops or repeats an answer"),
-        (templates.GENERATION.replace("== 'assistant'", "== 'nobody'"), "marks no token of an answer"),
     ],
 )
 def test_unusable_templates_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         tokenize_rows(tiny_tokenizer(template), Conversation("x", ASKED), 1000)
-
-
-PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
-LAST_ONLY = "{{ '<s>' + messages[-1].content }}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-WITHOUT_SYSTEM = templates.CHATML.replace("%}<|im_start|>{{", "%}{% if m.role != 'system' %}<|im_start|>{{").replace(
-    "\n{% endfor %}", "\n{% endif %}{% endfor %}"
-)
-SYSTEM_FIRST = templates.CHATML.replace(
-    "%}<|im_start|>{{", "%}{% if m.role != 'system' or loop.first %}<|im_start|>{{"
-).replace("\n{% endfor %}", "\n{% endif %}{% endfor %}")
-
-
-@pytest.mark.parametrize(
-    ("template", "turns", "message"),
-    [
-        (
-            templates.CHATML.replace("{{ m.content }}", PARTS),
-            ASKED[:1],
-            "the text of user turns .*: set target.chat_te",
-        ),
-        (LAST_ONLY, ASKED[:1], "the text of user turns"),
-        ("{% set messages = messages[-5:] %}" + templates.CHATML, ASKED[:1], "the text of user turns"),
-        *(
-            (
-                templates.CHATML.replace("m.content", f"m.content if loop.{edge}item.role != m.role"),
-                (*ASKED[:1], *ASKED[:1]),
-                "leaves out one of two user turns in a row: join them into one turn",
-            )
-            for edge in ("first or loop.prev", "last or loop.next")
-        ),
-        *(
-            (templates.CHATML.replace("m.content }}", f"m.content{part} }}}}"), ASKED[:1], "the text of user turns")
-            for part in ("[:4000]", "[-4000:]", ".split('\\n')[0]", ".split('</think>')[-1]", "|striptags", "|escape")
-        ),
-        (
-            templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last }}"),
-            (*ASKED, *ASKED[:1]),
-            "leaves out earlier answers",
-        ),
-        (
-            templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.revindex < 6 }}"),
-            (*ASKED, *ASKED[:1]),
-            "leaves out earlier answers",
-        ),
-        (
-            WITHOUT_SYSTEM.replace("!= 'system'", "!= 'system' or messages | length < 4"),
-            (Turn("system", "Be brief."), *ASKED[:1]),
-            "leaves out system turns: write",
-        ),
-        (
-            WITHOUT_SYSTEM,
-            (Turn("system", "Be brief."), *ASKED[:1]),
-            "leaves out system turns: write them into the firs",
-        ),
-        (SYSTEM_FIRST, (*ASKED, Turn("system", "Be brief."), *ASKED[:1]), "leaves out system turns after the first"),
-        (templates.CHATML, (*ASKED, Turn("tool", "12 degrees")), "does not write tools, their calls or their results"),
-    ],
-)
-def test_template_that_leaves_out_what_it_was_given_is_refused(
-    template: str, turns: tuple[Turn, ...], message: str
-) -> None:
-    """For every prompt, so in distilling, training, serving and measuring alike; other conversations pass."""
-    tokenizer = tiny_tokenizer(template)
-    with pytest.raises(TemplateRefusal, match=message):
-        prompt_token_ids(tokenizer, turns)
-    if "the text of user turns" not in message:
-        assert "Say hi" in render(tokenizer, ASKED[:1])
-
-
-def test_system_turn_that_tools_replace_is_refused() -> None:
-    swallowing = "{% if tools and messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}" + LLAMA31
-    tokenizer = Family(swallowing, "<|eot_id|>", "<|begin_of_text|>").tokenizer()
-    turns = (Turn("system", "Be brief."), *ASKED[:1])
-    assert "Be brief." in render(tokenizer, turns)
-    with pytest.raises(TemplateRefusal, match="leaves out system turns"):
-        render(tokenizer, turns, tools=TOOLS)
 
 
 def test_named_templates_are_chosen_by_the_tools_of_a_conversation() -> None:

