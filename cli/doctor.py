@@ -24,7 +24,6 @@ from draftsmith.cli.data_checks import (
     check_tokens,
     get_expected,
 )
-from draftsmith.data.engines.vllm_engine import gives_hidden_states
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
@@ -94,7 +93,6 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     add(trained, "drafter.init", _check_start(recipe, target))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
     add(trained, "engines", _check_engines(recipe, target))
-    add(trained, "features from vLLM", _check_served_features(recipe, target))
     if serve is not None:
         add(f"served by {serve}", "export", _check_export(recipe, target, serve))
     return diagnosis
@@ -202,23 +200,6 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]
         "and llama.cpp set drafter.kind to dflash2 or eagle3, with options of that kind"
     )
     yield Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))
-
-
-def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
-    """Check that vLLM's model of this target gives hidden states, where features come from servers."""
-    if recipe.data.features.source != "server":
-        return
-    name, check = type(target).__name__, "features from vLLM"
-    gives = gives_hidden_states(name)
-    unknown = "not checked, as vLLM is not installed here: its class for this target needs the EAGLE-3 interface"
-    online = "set data.features.source=online"
-    lacking = f"vLLM's {name} has no EAGLE-3 interface, so it gives no hidden states: {online}"
-    latent = getattr(target.config.get_text_config(), "kv_lora_rank", None) is not None
-    of_latent = f"vLLM extracts no hidden states from multi-head latent attention (MLA): {online}"
-    fine = f"vLLM's {name} has the EAGLE-3 interface"
-    refused = of_latent if latent else lacking
-    is_refused = latent or gives is False
-    yield Finding.of(check, fine, {}, (is_refused, "defect", refused), (gives is None, "warning", unknown))
 
 
 def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:

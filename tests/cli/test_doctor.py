@@ -14,7 +14,7 @@ from support import tiny_tokenizers as templates
 from support.tiny_models import long_rope
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.tiny_tokenizers import tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from draftsmith.cli import doctor
@@ -236,10 +236,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
         "vLLM can load this drafter; not SGLang: sglang takes",
     ),
-    "features by an engine that is not here": (
-        "warning", {}, [SERVED],
-        "drafter/features from vLLM", "vLLM is not installed here: its class for this target needs",
-    ),
     "three engines": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: eagle3, options: {first_token: false}}"],
         "drafter/engines", "^vLLM, SGLang, llama.cpp can load this drafter$",
@@ -285,9 +281,6 @@ def test_served_target_is_not_loaded(kind: str, tmp_path: Path, monkeypatch: pyt
     assert code == 0
     assert findings["target/draft trees"]["sentence"] == "not checked: the target is served"
     assert 0 <= findings["drafter/train = decode"]["figures"]["largest_difference"] < 1e-4
-    monkeypatch.setattr(PreTrainedConfig, "kv_lora_rank", 4, raising=False)
-    code, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(SERVED, f"drafter={{kind: {kind}}}")
-    assert (code, "(MLA): set" in findings["drafter/features from vLLM"]["sentence"]) == (1, True)
 
 
 def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
