@@ -3,7 +3,6 @@
 1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
 2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
-Exports of the drafter in the run's `export/` are uploaded too.
 `--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
@@ -11,7 +10,6 @@ import json
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from draftsmith.files import bytes_text, read_json, write_atomically, write_json
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
-from draftsmith.models.formats.exporting import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, with_run_lock
@@ -44,7 +41,6 @@ LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
 # Files of an earlier push that are deleted if this one lacks them: a left-over shard would corrupt the weights.
 OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export|shards)/.*")
-DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vLLM does not take for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
 STDLIB_LICENCE, UNKNOWN_LICENCE = "psfl", "unknown"  # as the Hub spells them
 
@@ -152,12 +148,7 @@ def default_name(recipe: Recipe, base_model: str | None = None, data: bool = Fal
 
 
 def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None:
-    """Collect the drafter's files in the card's folder.
-
-    Args:
-        card: Card whose `exports` are filled in here.
-        dtype: Dtype of the weights; None: unchanged.
-    """
+    """Collect the drafter's files in the card's folder, the weights in `dtype` or unchanged."""
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
@@ -172,8 +163,6 @@ def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None
         _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
-    for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
-        card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
 
 
@@ -191,29 +180,6 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
     ):
         values = json.loads((folder / name).read_text(encoding="utf-8"))
         _write(folder / name, {**values, key: value})
-
-
-def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str:
-    """Add an export to the files to upload. Returns the command that serves it after a download.
-
-    Raises:
-        UserError: The export was made from other weights than the drafter's.
-    """
-    export, place = export_file.parent, card.folder / "export" / export_file.parent.name
-    way_out = f"delete {export}, and export again"
-    made = read_json(export_file, Export, way_out)
-    if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
-        again = f"run `draftsmith export --to {made.to}` again"
-        raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
-    target = card.base_model or public_recipe(recipe)["target"]["model"]
-    made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
-    made.command = made.command.replace(made.target, target)
-    made.target = target
-    for file in sorted(set(export.iterdir()) - {export_file}):
-        if file.is_file():
-            _add(file, place / file.name, way_out)
-    _write(place / EXPORT_FILE, asdict(made))
-    return made.command
 
 
 def get_license(model: str, local_only: bool = False) -> dict[str, str]:
