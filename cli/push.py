@@ -9,14 +9,13 @@
 import json
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.artifacts import card_figures, recorded_proof, update_card
@@ -27,7 +26,6 @@ from draftsmith.data.sources.files import STDLIB, is_hub_name
 from draftsmith.errors import UserError, masked
 from draftsmith.files import bytes_text, read_json, write_atomically, write_json
 from draftsmith.hub import hub_errors, hub_id
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
@@ -292,18 +290,10 @@ def _exists(api: HfApi, repo: str, kind: str, public: bool) -> bool:
         state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
         raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
     others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
-    name, key, ours, what = {
-        "model": ("config.json", "model_type", MODEL_TYPE_PREFIX, "no draftsmith drafter"),
-        "dataset": (CARD_JSON, "answered_by", "", "no distilled set"),
-    }[kind]
-    values = {}
-    with suppress(EntryNotFoundError, ValueError):
-        if others:
-            file = hf_hub_download(repo, name, repo_type=kind)
-            values = json.loads(Path(file).read_text(encoding="utf-8"))
-    if others and not (key in values and str(values[key]).startswith(ours)):
+    ours, what = {"model": (TRAINING_FILE, "draftsmith drafter"), "dataset": (CARD_JSON, "distilled set")}[kind]
+    if others and ours not in others:
         raise UserError(
-            f"nothing was pushed: {repo} exists and holds {what} ({', '.join(others[:3])}): name another one with "
+            f"nothing was pushed: {repo} exists and holds no {what} ({', '.join(others[:3])}): name another one with "
             "--repo"
         )
     return True
