@@ -60,14 +60,9 @@ def common(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
-    json_place: Annotated[
-        str | None,
-        typer.Option(
-            JSON,
-            metavar="[FILE]",
-            help="Write the results as JSON to FILE, or to stdout, which then holds nothing else.",
-        ),
-    ] = None,
+    as_json: Annotated[
+        bool, typer.Option(JSON, help="Write the results as JSON to stdout, which then holds nothing else.")
+    ] = False,
     quiet: Annotated[bool, typer.Option(*QUIET, help="Print errors and --json's output only.")] = False,
 ) -> None:
     pass

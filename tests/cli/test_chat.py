@@ -4,7 +4,6 @@ A question that begins with a path is no command.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,16 +21,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return recipe_file(untrained_run(tmp_path_factory.mktemp("chat")))
 
 
-def talk(recipe: str, tmp_path: Path, *messages: str) -> tuple[list[dict[str, Any]], str]:
-    file = tmp_path / "said.json"
-    command = ["chat", recipe, "--new-tokens", "16", f"--json={file}"]
+def talk(recipe: str, *messages: str) -> tuple[list[dict[str, Any]], str]:
+    command = ["chat", recipe, "--new-tokens", "16", "--json"]
     result = CliRunner().invoke(app, command, input="".join(f"{message}\n" for message in messages))
     assert result.exit_code == 0, result.output
-    return json.loads(file.read_text()), result.stdout
+    return json.loads(result.stdout), result.stderr
 
 
-def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
-    said, printed = talk(recipe, tmp_path, QUESTION, OTHER, "/reset", "/plain", QUESTION, OTHER, "/what", "/quit", "no")
+def test_with_and_without_the_drafter(recipe: str) -> None:
+    said, printed = talk(recipe, QUESTION, OTHER, "/reset", "/plain", QUESTION, OTHER, "/what", "/quit", "no")
     assert [each["question"] for each in said] == [QUESTION, OTHER, QUESTION, OTHER]
     assert [each["drafted"] for each in said] == [True, True, False, False]
     assert said[0]["answer"] == said[2]["answer"]
@@ -51,7 +49,7 @@ def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
     assert "<|im_end|>" not in printed
 
 
-def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_only_the_answer(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, whole = [], chat.ColouredAnswer.add
 
     def interrupted(*arguments: Any) -> Any:
@@ -61,6 +59,6 @@ def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: p
         return whole(*arguments)
 
     monkeypatch.setattr(chat.ColouredAnswer, "add", interrupted)
-    said, _ = talk(recipe, tmp_path, QUESTION, OTHER)
+    said, _ = talk(recipe, QUESTION, OTHER)
     assert [each["whole"] for each in said] == [False, True]
     assert 0 < said[0]["tokens"] < said[1]["tokens"]

@@ -50,17 +50,16 @@ class Clinic:
 
     def examine(self, *overrides: str, rows: int = 0) -> tuple[int, dict[str, Any], str]:
         """Run doctor; return the exit code, findings by `part/check`, and the output."""
-        file = self.folder / "out.json"
-        command = ["doctor", str(self.folder / "mine.yaml"), *overrides, f"--rows={rows}", f"--json={file}"]
+        command = ["doctor", str(self.folder / "mine.yaml"), *overrides, f"--rows={rows}", "--json"]
         result = CliRunner().invoke(cli.app, command)
         assert result.exit_code in (0, 1), result.output
-        values = json.loads(file.read_text())
+        values = json.loads(result.stdout)
         assert values["healthy"] == (result.exit_code == 0)
         findings = {f"{entry['part'].split()[0]}/{entry['check']}": entry for entry in values["findings"]}
         assert len(findings) == len(values["findings"])
         for entry in values["findings"]:
-            assert entry["sentence"] in result.stdout
-        return result.exit_code, findings, result.stdout
+            assert entry["sentence"] in result.stderr
+        return result.exit_code, findings, result.stderr
 
 
 def tokenized(tokenizer: Any, records: list[Any]) -> list[TokenizedConversation]:
