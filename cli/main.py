@@ -188,7 +188,7 @@ def chat(
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
     heading("chat", target_name(loaded.target.model_dump()))
-    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
+    talk(loaded.model_copy(update={"eval": evaluation}), new_tokens)
 
 
 @app.command(rich_help_panel=SHIP, short_help="OpenAI-compatible server and chat page")
