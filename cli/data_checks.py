@@ -81,14 +81,12 @@ class Diagnosis:
 
     def show(self, preview_rows: int) -> None:
         """Print the examples, then the checklist, so that the result comes last."""
-        plain = console.color_system is None
         rows = self.rows[:preview_rows]
         if rows:
-            colours = ("Tokens ", ("with loss", "bold green"), ", tokens ", ("without loss", "dim"))
-            console.print("Tokens with loss are between « and »." if plain else Text.assemble(*colours))
+            console.print("Tokens with loss are between « and ».")
         for number, row in enumerate(rows, start=1):
             console.print(f"\nExample {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them with loss")
-            console.print(preview(self.tokenizer, row, marks=plain))
+            console.print(preview(self.tokenizer, row))
         for name, findings in self.parts.items():
             console.print(f"\n{name}", style="bold", markup=False)
             for finding in findings:
@@ -104,17 +102,13 @@ class Diagnosis:
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
-def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
-    """Return a training example as text, at most `PREVIEW_TOKENS` tokens: those with loss in colour, the others dim.
-
-    Args:
-        marks: Also put text with loss between « and ».
-    """
+def preview(tokenizer: Any, row: TokenizedConversation) -> Text:
+    """Return a training example as text, at most `PREVIEW_TOKENS` tokens: those with loss in colour between « and »."""
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
     for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
         piece = tokenizer.decode([token_id for token_id, _ in run], skip_special_tokens=False)
-        text.append(f"«{piece}»" if marks and carries_loss else piece, "bold green" if carries_loss else "dim")
+        text.append(*(f"«{piece}»", "bold green") if carries_loss else (piece, "dim"))
     if len(row.input_ids) > PREVIEW_TOKENS:
         text.append(f" ... and {len(row.input_ids) - PREVIEW_TOKENS} more tokens", "italic")
     return text
@@ -128,9 +122,6 @@ def check_template(target: PreTrainedModel, tokenizer: Any) -> Iterator[Finding]
     find_end_ids(target, tokenizer)
     if without_header := missing_header_sentence(tokenizer):
         yield Finding("generation prompt", "warning", without_header)
-    if tokenizer.template_date is not None:
-        sentence = f"the chat template writes today's date; every stage of this run writes {tokenizer.template_date}"
-        yield Finding("date", "ok", f"{sentence} (target.template_date)")
     named = tokenizer.chat_template
     texts = named.values() if isinstance(named, dict) else [named]
     if any(THINKING in template_variables(text) for text in texts):

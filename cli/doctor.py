@@ -77,8 +77,6 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
             add("tokens to train on", "tokens", check_distilled(recipe, target, diagnosis.rows))
     add("target", "logits", _check_target(target, served))
     add("target", "draft trees", _check_draft_trees(recipe, target, served))
-    if not served:
-        add("target", "dtype", _check_dtype(target))
     add(trained, "train section", _check_training_arguments(recipe))
     add(trained, "drafter.init", _check_start(recipe, target))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
@@ -95,21 +93,18 @@ def _load_served(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 def _check_target(target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     yield Finding("device", "ok", device_sentence(target.device))
     yield Finding("attention", "ok", running_sentence(target))
-    if served:
-        yield Finding("logits", "ok", "not checked: the target is served, and each server is checked before training")
-        return
-    yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
+    if not served:
+        yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
+        yield from _check_dtype(target)
 
 
 def _check_draft_trees(recipe: Recipe, target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     """Check that the target verifies the trees of the recipe's methods."""
     check_trees(recipe)
-    if served:
-        yield Finding("draft trees", "ok", "not checked: the target is served")
-        return
-    TargetSession(target, max_length_tokens=8).close()
-    sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
-    yield Finding("draft trees", "ok", sentence)
+    if not served:
+        TargetSession(target, max_length_tokens=8).close()
+        sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
+        yield Finding("draft trees", "ok", sentence)
 
 
 def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
