@@ -27,14 +27,12 @@ CAUSES = "docs/guides/serving.md#what-goes-wrong-by-what-you-see"
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tau and acceptance rate at depth 1 of a chain of `depth` draft tokens, in the engine and in our own loop."""
+    """Tau of a chain of `depth` draft tokens, in the engine and in our own loop."""
 
     depth: int
     answers: int
     engine_tau: float
     own_tau: float
-    engine_first: float | None
-    own_first: float
 
     def sentence(self, engine: str) -> str:
         """Return the comparison in one line; a difference above `MOST_APART` points to likely causes."""
@@ -87,6 +85,4 @@ def compare_with_own_chain(
         answers=len(answers),
         engine_tau=committed if counts_last_rounds else 1 + counts.accepted_tokens / counts.drafts,
         own_tau=sum(lengths) / len(lengths),
-        engine_first=counts.acceptance_by_depth[0] if counts.accepted_by_depth else None,
-        own_first=sum(length > 1 for length in lengths) / len(lengths),
     )
