@@ -162,12 +162,6 @@ def bench(
     api_key_env: Annotated[
         str | None, typer.Option(help="Name of the environment variable that holds the given servers' API key.")
     ] = None,
-    llama_server: Annotated[
-        Path | None,
-        typer.Option(
-            help="With llamacpp: path of llama-server; default: the one on PATH, or from `make llamacpp-env`."
-        ),
-    ] = None,
     target_gguf: Annotated[
         Path | None, typer.Option(help="With llamacpp: the target's GGUF file; default: the recipe's target.gguf_file.")
     ] = None,
@@ -186,7 +180,7 @@ def bench(
 
     options = ServingOptions(
         engine, concurrency, questions_per_request, ngram, engine_options, server, plain_server, server_model,
-        api_key_env, llama_server, target_gguf, dtype, draft_tokens,
+        api_key_env, target_gguf, dtype, draft_tokens,
     )  # fmt: skip
     heading("bench", f"{loaded.name} in {engine}")
     tell(asdict(measure_in_engine(loaded, options)))

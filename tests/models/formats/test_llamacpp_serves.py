@@ -23,7 +23,7 @@ from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
 
-SERVER = find_server(None)
+SERVER = find_server()
 pytestmark = [
     pytest.mark.llamacpp,
     pytest.mark.skipif(SERVER is None, reason="there is no llama-server: make llamacpp-env"),
