@@ -25,11 +25,9 @@ from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
-from draftsmith.models.formats.importing import IMPORT_FILE
 from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.checks import check_logits
 from draftsmith.models.target.loading import (
@@ -147,17 +145,6 @@ def _new_options(recipe: Recipe) -> dict[str, Any]:
     return options_without_layers(recipe)
 
 
-def _drafter_config(recipe: Recipe, target: PreTrainedModel) -> DrafterConfig:
-    """Return the config of the run's imported drafter, or of the drafter that the recipe describes.
-
-    Raises:
-        UserError: The recipe's options do not fit the target, or the imported drafter is damaged.
-    """
-    if (RunFolder(recipe).drafter / IMPORT_FILE).is_file():
-        return exporting.trained_drafter(recipe).config
-    return load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
-
-
 def _check_engines(recipe: Recipe, target: PreTrainedModel, serve: str | None) -> Iterator[Finding]:
     """List the engines that load this drafter once it is trained; a warning if none does, a defect if `serve` does not.
 
@@ -165,7 +152,7 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel, serve: str | None) -
         serve: A format of exports.
     """
     try:
-        config = _drafter_config(recipe, target)
+        config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     except UserError:  # reported as the drafter's defect
         return
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
