@@ -8,17 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.places import ROOT
 from typer.testing import CliRunner
 
-from draftsmith.cli import app, stages
 from draftsmith.cli import main as cli
+from draftsmith.cli import stages
 from draftsmith.errors import INTERRUPTED
 from draftsmith.models.base.registry import Training
-from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.removed import REMOVED
 
 RUNNER = CliRunner()
@@ -83,20 +81,6 @@ def test_next_command_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     result = RUNNER.invoke(cli.app, ["train", str(recipe)])
     assert shlex.split(result.stdout.splitlines()[-1]) == ["Next:", ".venv/bin/draftsmith", "eval", str(recipe)]
-
-
-@pytest.mark.parametrize("ends", [[0.7, 0.9], [0.7, 1.1], None])
-def test_export_is_next_unless_every_method_is_slower(
-    ends: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {method: {"method": method, "speedup_interval": ends} for method in ("chain", "tree")}
-    rows["tree"] |= {"speedup_interval": [0.5, 0.6]}
-    monkeypatch.setattr(app, "measured_result", lambda _: {"figures": {"rows": rows}})
-    app.print_next_steps(load_recipe("qwen3-8b-dflash2"), source=Path("mine.yaml"))
-    printed = capsys.readouterr().out
-    is_slower = ends == [0.7, 0.9]
-    assert ("troubleshooting.md#tau-is-fine-the-speedup-is-below-1" in printed) == is_slower
-    assert ("Next: " in printed) == (not is_slower)
 
 
 def test_help_and_a_mistyped_recipe_import_no_large_library() -> None:
