@@ -196,8 +196,10 @@ def check_source(
         yield Finding("chat template", "defect" if stops else "warning", sentence)
     if rows or cut:
         tokens, loss = sum(len(row.input_ids) for row in rows), sum(sum(row.loss_mask) for row in rows)
-        report = TokenReport(size, len(rows), tokens, loss, path="a sample of the source", **lost)
-        severity, advice = "ok", ""
+        lost_counts: dict[str, Any] = dict(lost)
+        report = TokenReport(size, len(rows), tokens, loss, path="a sample of the source", **lost_counts)
+        severity: Severity = "ok"
+        advice = ""
         if cut > MANY_LOST_FRAC * size:
             severity = "defect" if lost["too_long"] == size else "warning"
             advice = ": raise data.max_length_tokens or use shorter conversations"
