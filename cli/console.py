@@ -108,23 +108,17 @@ class WithTerminalOptions(TyperGroup):
             command.epilog = COMMON_OPTIONS
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by group with their full summaries, for `--help` without a terminal."""
+        """Write the commands by group with their full summaries."""
         for panel in PANELS:
             with formatter.section(panel):
                 rows = [(name, each.short_help) for name, each in self.commands.items() if _panel(each) == panel]
                 formatter.write_dl(rows)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run the command line; help and usage errors get frames of box characters on a terminal only.
-
-        Characters that the output's encoding lacks, as ASCII or Latin-1, are written as escapes.
-        """
+        """Run the command line; characters that the output's encoding lacks, as ASCII or Latin-1, become escapes."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            for each in (self, *self.commands.values()):
-                each.rich_markup_mode = None  # type: ignore[attr-defined]
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -160,7 +154,7 @@ def _panel(command: Any) -> str:
 def move_to_front(arguments: list[str]) -> list[str]:
     """Move `--json` and `--quiet` in front of the other arguments."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    own = [word for word in arguments[:end] if word in (JSON, *QUIET)]
+    own = [word for word in arguments[:end] if word.partition("=")[0] in (JSON, *QUIET)]
     return [*own, *(word for word in arguments[:end] if word not in own), *arguments[end:]]
 
 

@@ -112,7 +112,7 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
     """
     if target.device.type != "cpu":
         return
-    fastest = "bfloat16, which is half as many bytes a step" if has_kernels() else "float32, as no C++ compiler is here"
+    fastest = "bfloat16, with half as many bytes" if has_kernels() else "float32, as no C++ compiler was found"
     dtype = str(target.dtype).removeprefix("torch.")
     if not fastest.startswith(dtype):
         yield Finding("dtype", "ok", f"{dtype}; on this CPU large targets decode faster by target.dtype={fastest}")

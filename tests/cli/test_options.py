@@ -31,6 +31,7 @@ def fake_training(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "expected"),
     [
         ("plan a.yaml --json -q", "--json -q plan a.yaml"),
+        ("plan a.yaml --json=x", "--json=x plan a.yaml"),  # an error there: it takes no file
         ("--quiet plan --json a.yaml", "--quiet --json plan a.yaml"),
         ("plan a.yaml -- --json", "plan a.yaml -- --json"),
     ],
