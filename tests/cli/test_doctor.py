@@ -158,7 +158,6 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
     "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
     "no such training key": ({}, ["train.learning_rat=1"], "drafter/train section", "did you mean `learning_rate`"),
-    "no evaluations": ({}, ["validation.keep=best"], "drafter/train section", "`validation` needs evaluations"),
     "a kind that needs the layers of a served target": (
         {}, [SERVED, "drafter={kind: medusa2}"],
         "drafter/drafter", "`medusa2` cannot be trained on features from disk or servers",
@@ -187,10 +186,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     "one engine": (
         "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
         "vLLM can load this drafter; not SGLang: sglang takes",
-    ),
-    "three engines": (
-        "ok", {"num_hidden_layers": 4}, ["drafter={kind: eagle3, options: {first_token: false}}"],
-        "drafter/engines", "^vLLM, SGLang, llama.cpp can load this drafter$",
     ),
 }  # fmt: skip
 

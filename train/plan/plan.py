@@ -35,12 +35,6 @@ from draftsmith.train.plan.measure import MeasuredStep, measure_step
 UTILISATION = 0.4  # assumed share of the peak TFLOP/s that training reaches
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
 GROUPS = ("parameters", "memory", "disk", "time")
-PARTS = {
-    "target": "target weights, frozen",
-    "drafter": "drafter weights",
-    "gradients": "gradients of the drafter",
-    "optimiser": "optimiser state",
-}
 WAYS_OUT = "docs/guides/troubleshooting.md#out-of-memory"
 ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
 
@@ -107,7 +101,7 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
         Line("trainable", trained, "parameters", f"drafter.kind {recipe.drafter.kind}"),
         Line("target", held, "parameters", f"{recipe.target.model}, from its config"),
     ]
-    memory = [Line(part, amount, "bytes", PARTS[part]) for part, amount in cost.bytes.items()]
+    memory = [Line(part, amount, "bytes", "from the models' shapes") for part, amount in cost.bytes.items()]
     memory.append(Line("in all", cost.kept_bytes, "bytes", "activations come on top: see `--measure`"))
     step = measure_step(recipe, length, labelled) if options.measure else None
     if step is not None:
@@ -175,10 +169,8 @@ def count_answers(recipe: Recipe) -> list[int] | None:
     """Count the answers of each conversation to distil; None if a source is no local file, or cannot be read."""
     if not all(Path(source.source).is_file() for source in recipe.data.conversations.sources):
         return None
-    lenient = recipe.model_copy(deep=True)
-    lenient.data.conversations.skip_invalid, lenient.data.conversations.decontaminate = True, []
     try:
-        return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(lenient)]
+        return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(recipe)]
     except UserError:  # reported by doctor and distill
         return None
 
