@@ -350,6 +350,10 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the published weights; default: as trained."),
+    ] = None,
     data: Annotated[
         bool, typer.Option("--data", help="Publish the distilled conversations, as a dataset, and no drafter.")
     ] = False,
@@ -359,11 +363,16 @@ def push(
 ) -> None:
     """Publish the drafter on the Hub with recipe, figures, proof and model card; with --data the distilled answers."""
     loaded = load_recipe(recipe, overrides)
+    import torch
+
     from draftsmith.cli.push import push as send
 
+    if data and dtype:
+        raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
     answers = f"answers of {loaded.answering_target.display_name}"
     heading("push", f"{loaded.name}: {answers if data else f'{loaded.drafter.kind} drafter for {loaded.target.model}'}")
-    tell(send(loaded, repo, revision, public, base_model, license_id, data, dry_run))
+    weights = None if dtype is None else getattr(torch, dtype)
+    tell(send(loaded, repo, revision, public, base_model, license_id, weights, data, dry_run))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")

@@ -6,14 +6,17 @@
 `--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
 from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.cli.console import console
@@ -25,6 +28,7 @@ from draftsmith.files import bytes_text, read_json, write_atomically, write_json
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
 from draftsmith.models.target.loading import EMBEDDED_TARGET
+from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
@@ -47,6 +51,7 @@ def push(
     public: bool = False,
     base_model: str | None = None,
     license_id: str | None = None,
+    dtype: torch.dtype | None = None,
     data: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def push(
             console.print(
                 "The target's card names no licence, so the drafter's has none: --license sets one", markup=False
             )
-        _stage(recipe, Publication(folder, repo, base_model, licence))
+        _stage(recipe, Publication(folder, repo, base_model, licence), dtype)
     sizes = {name: file.stat().st_size for name, file in _checked_files(recipe, folder).items()}
     console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
@@ -140,14 +145,16 @@ def default_name(recipe: Recipe, base_model: str | None = None, data: bool = Fal
     return f"{target}-{method}"
 
 
-def _stage(recipe: Recipe, card: Publication) -> None:
-    """Collect the drafter's files in the card's folder."""
+def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None:
+    """Collect the drafter's files in the card's folder, the weights in `dtype` or unchanged."""
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
         _add(file, folder / file.name)
     for name in ("config.json", TRAINING_FILE):
         _add(run.drafter / name, folder / name, "restore it, or train again")
+    if dtype is not None:
+        _convert(folder, dtype)
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
@@ -155,6 +162,22 @@ def _stage(recipe: Recipe, card: Publication) -> None:
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
     update_card(recipe, card)
+
+
+def _convert(folder: Path, dtype: torch.dtype) -> None:
+    """Replace the linked weights by copies in another dtype, and update dtype and hashes in the JSON files."""
+    for file in folder.glob("*.safetensors"):
+        weights = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in load_file(file).items()
+        }
+        file.unlink()
+        save_file(weights, file, {"format": "pt"})
+    for name, key, value in (
+        ("config.json", "dtype", str(dtype).removeprefix("torch.")),
+        (TRAINING_FILE, "weights_sha256", weights_sha256(folder)),
+    ):
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        _write(folder / name, {**values, key: value})
 
 
 def get_license(model: str, local_only: bool = False) -> dict[str, str]:

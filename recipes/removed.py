@@ -40,7 +40,6 @@ REMOVED: dict[str, Removed] = {
     "serve --at-once": Removed("`serve` gives one answer at a time, the others wait in order; for more use vLLM"),
     "serve --start": Removed("run the command that `draftsmith serve RECIPE --features` prints"),
     "features --yes": Removed("leave it out: the size is printed, and checked against the disk"),
-    "push --dtype": Removed("weights are published as they were trained"),
     "bench --llama-server": Removed("add its folder to PATH"),
     "doctor --overfit": Removed("`doctor`'s check `train = decode` and `draftsmith bench` find the same mistakes"),
     "drafter.options.dpace_alpha": Removed("use `until_first_error: true`"),
