@@ -12,7 +12,7 @@ that has a trained one (`draftsmith train quickstart drafter.kind=draft_model`),
 does, and with its own defaults. Its target is a copy as a user has it, ours is packed as in an evaluation. Every answer
 of transformers' and of ours is compared with `generate`'s: exit code 1 if one differs, unless at a numerical tie.
 
-llama.cpp: plain decoding by `llama-server` (`make llamacpp-env`, or `--llama-server`), if the target is a GGUF file. In
+llama.cpp: plain decoding by `llama-server` (`make llamacpp-env`), if the target is a GGUF file. In
 F32 and BF16 it has the target's weights, and answers that differ are counted: another implementation rounds otherwise.
 Q8_0 and Q4_0 are other models, whose answers are not compared.
 
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -270,7 +269,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=4, help="tokens that the draft model drafts in a round")
-    parser.add_argument("--llama-server", type=Path, help="by default one of PATH, or what `make llamacpp-env` built")
     arguments = parser.parse_args()
     overrides = [*arguments.overrides, "eval.temperatures=[0.0]"]
     (recipe,), _ = load_compared([arguments.recipe, *overrides])
@@ -291,7 +289,7 @@ def main() -> None:
     plain, *drafting = measured_methods(ours, drafters, target, tokenizer, workload.longest_tokens)
     drafting = [measured for measured in drafting if measured.lenience == 1]
     methods = [plain, *same_draft, *drafting]
-    program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
+    program, files = programs_and_files(recipe.target, target.device)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         session = stack.enter_context(open_session(target, workload.longest_tokens, ours.eval.compile))

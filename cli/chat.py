@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.text import Text
@@ -30,31 +30,6 @@ HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /
 
 
 @dataclass
-class ChatAnswer:
-    """One answer of `draftsmith chat` with its figures.
-
-    drafted: the drafter was on. whole: not stopped by Ctrl-C. cut_at: limit of new tokens if the answer ended at it,
-    else None. tau: None if the answer took no round.
-    """
-
-    question: str
-    answer: str
-    drafted: bool
-    whole: bool
-    cut_at: int | None
-    tokens: int
-    tokens_per_s: float | None
-    tau: float | None
-
-    def sentence(self) -> str:
-        """Return the figures as one line."""
-        speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s"
-        tau = "" if self.tau is None or not self.drafted else f", {self.tau:.2f} tokens per round"
-        how = f"{self.tokens} tokens{speed}{tau}{'' if self.drafted else ', without the drafter'}"
-        return how if self.cut_at is None else f"{how}; cut at {self.cut_at} tokens"
-
-
-@dataclass
 class Chat:
     """A conversation, with the session and the methods that answer its next message.
 
@@ -69,17 +44,14 @@ class Chat:
     history: list[Turn] = field(default_factory=list)
     drafts: bool = True
 
-    def answer(self, question: str) -> ChatAnswer | None:
-        """Generate an answer and print it round by round.
-
-        Returns None, after printing the reason, if the conversation leaves no room for an answer.
-        """
+    def answer(self, question: str) -> None:
+        """Generate an answer and print it round by round, then its figures; print why if there is no room for it."""
         history = [*self.history, Turn("user", question)]
         prompt = prompt_token_ids(self.tokenizer, history)
         room = self.session.max_length_tokens - len(prompt)
         if room < 2:
             console.print(ENDED)
-            return None
+            return
         measured = self.methods[self.drafts]
         coloured = ColouredAnswer(self.tokenizer)
         record: AnswerRecord | None = None
@@ -98,22 +70,19 @@ class Chat:
             console.print(Text(text), end="")
         console.print()
         self.history = [*history, Turn("assistant", text)] if text else self.history
-        tokens = len(ids) - 1
-        seconds = 0.0 if record is None else record.wall_time_s - record.prefill_s
-        return ChatAnswer(
-            question=question,
-            answer=text,
-            drafted=self.drafts,
-            whole=record is not None,
-            cut_at=new_tokens if record is not None and is_cut(record, new_tokens, self.end_ids) else None,
-            tokens=len(ids),
-            tokens_per_s=tokens / seconds if tokens and seconds else None,
-            tau=tokens / coloured.rounds if coloured.rounds else None,
-        )
+        figures = f"{len(ids)} tokens"
+        if record is None:
+            figures += ", stopped"
+        elif coloured.rounds:  # of which the prefill gave the first token
+            figures += f", {(len(ids) - 1) / (record.wall_time_s - record.prefill_s):.1f} tokens/s"
+            figures += f", {(len(ids) - 1) / coloured.rounds:.2f} tokens per round" if self.drafts else ""
+        figures += "" if self.drafts else ", without the drafter"
+        figures += f"; cut at {new_tokens} tokens" if record and is_cut(record, new_tokens, self.end_ids) else ""
+        console.print(Text(figures, style="dim"))
 
 
-def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
-    """Read messages from the terminal and answer them until /quit or the input's end. Returns the answers.
+def chat(recipe: Recipe, new_tokens: int) -> None:
+    """Read messages from the terminal and answer them until /quit or the input's end.
 
     Args:
         recipe: Recipe whose first method drafts; its first temperature is used.
@@ -126,7 +95,6 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     length = session_tokens(model)
     methods = measured_methods(recipe, drafters, model, tokenizer, length)
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
-    answers: list[ChatAnswer] = []
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
         for measured in methods:  # compile now: in the first answer it would lower the tokens/s
@@ -151,8 +119,6 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
                     console.print("with the drafter" if talk.drafts else "without the drafter")
                 elif COMMAND.fullmatch(message):
                     console.print(Text(HELP, style="dim"))
-                elif message and (answer := talk.answer(message)) is not None:
-                    console.print(Text(answer.sentence(), style="dim"))
-                    answers.append(answer)
+                elif message:
+                    talk.answer(message)
         console.print()
-    return [asdict(each) for each in answers]

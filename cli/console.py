@@ -23,15 +23,14 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from draftsmith.errors import UserError, exit_with_one_sentence
-from draftsmith.files import check_writable, expand_home, write_atomically
 from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.removed import removal_of
 from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RANKS, is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
-JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
+JSON, QUIET = "--json", ("--quiet", "-q")
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
-COMMON_OPTIONS = "Every command also takes `--json`, `--json=FILE` and `--quiet`: see `draftsmith --help`."
+COMMON_OPTIONS = "Every command also takes `--json` and `--quiet`: see `draftsmith --help`."
 SHARED = ("distill", "train", "run")  # commands whose work the processes of a launch share
 PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in `draftsmith --help`
 
@@ -109,23 +108,17 @@ class WithTerminalOptions(TyperGroup):
             command.epilog = COMMON_OPTIONS
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by group with their full summaries, for `--help` without a terminal."""
+        """Write the commands by group with their full summaries."""
         for panel in PANELS:
             with formatter.section(panel):
                 rows = [(name, each.short_help) for name, each in self.commands.items() if _panel(each) == panel]
                 formatter.write_dl(rows)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run the command line; help and usage errors get frames of box characters on a terminal only.
-
-        Characters that the output's encoding lacks, as ASCII or Latin-1, are written as escapes.
-        """
+        """Run the command line; characters that the output's encoding lacks, as ASCII or Latin-1, become escapes."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            for each in (self, *self.commands.values()):
-                each.rich_markup_mode = None  # type: ignore[attr-defined]
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -147,10 +140,10 @@ class WithTerminalOptions(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
+        as_json, quiet = (ctx.params.get(name, False) for name in ("as_json", "quiet"))
         with exit_with_one_sentence():
             is_later = not is_first_process()
-            with output_to(None if is_later else json_place, is_later or quiet):
+            with output_to(as_json and not is_later, is_later or quiet):
                 return super().invoke(ctx)
 
 
@@ -159,22 +152,10 @@ def _panel(command: Any) -> str:
 
 
 def move_to_front(arguments: list[str]) -> list[str]:
-    """Move `--json` and `--quiet` in front of the other arguments; `--json` alone becomes `--json=-`, stdout.
-
-    A file for `--json` is given by `=`, or recognised by its ending: `--json figures.json`.
-    """
+    """Move `--json` and `--quiet` in front of the other arguments."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    own: list[str] = []
-    others: list[str] = []
-    words = arguments[:end]
-    while words:
-        word = words.pop(0)
-        if word == JSON:
-            is_file = bool(words) and words[0].endswith(".json") and not words[0].startswith("-")
-            own.append(f"{JSON}={words.pop(0) if is_file else STDOUT}")
-        else:
-            (own if word.startswith(f"{JSON}=") or word in QUIET else others).append(word)
-    return [*own, *others, *arguments[end:]]
+    own = [word for word in arguments[:end] if word.partition("=")[0] in (JSON, *QUIET)]
+    return [*own, *(word for word in arguments[:end] if word not in own), *arguments[end:]]
 
 
 # Results that the command has passed to `tell`, of which the last is written.
@@ -182,39 +163,23 @@ _results: ContextVar[list[Any]] = ContextVar("results")
 
 
 @contextmanager
-def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
+def output_to(as_json: bool, quiet: bool) -> Iterator[None]:
     """Redirect output in this context as the options `--json` and `--quiet` require.
 
-    The last result passed to `tell` is written when the context ends, also by an error. With `--json` on stdout all
-    other text goes to stderr.
+    The last result passed to `tell` is written when the context ends, also by an error.
 
     Args:
-        json_place: A file's path, `-` for stdout, None without `--json`.
+        as_json: Write the JSON to stdout, and all other text to stderr.
         quiet: Print nothing but the JSON to stdout, and show no progress bars.
-
-    Raises:
-        UserError: `json_place` is a folder.
-        OSError: The file cannot be written.
     """
-    file, stdout, results = expand_home(json_place or STDOUT), sys.stdout, list[Any]()
-    if json_place not in (None, STDOUT):  # before the work starts
-        if file.is_dir():
-            raise UserError(f"option --json: {file} is a folder: name a file")
-        check_writable(file.parent)
+    stdout, results = sys.stdout, list[Any]()
     token = _results.set(results)
 
     def write_result() -> None:
-        if json_place is None or not results:
-            return
-        # NaN and infinities, which JSON cannot express, become null.
-        text = json.dumps(to_jsonable_python(results[-1], inf_nan_mode="null", fallback=str), indent=2) + "\n"
-        if json_place == STDOUT:
-            stdout.write(text)
-            stdout.flush()
-        elif file.is_symlink() or (file.exists() and not file.is_file()):  # a device such as /dev/stdout
-            file.write_text(text, encoding="utf-8")
-        else:
-            write_atomically(file, text)
+        if as_json and results:
+            # NaN and infinities, which JSON cannot express, become null.
+            text = json.dumps(to_jsonable_python(results[-1], inf_nan_mode="null", fallback=str), indent=2)
+            print(text, file=stdout, flush=True)
 
     with ExitStack() as stack:
         stack.callback(_results.reset, token)
@@ -225,7 +190,7 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(_redirected_descriptor(nowhere.fileno()))
-        elif json_place == STDOUT:
+        elif as_json:
             stack.enter_context(redirect_stdout(sys.stderr))
             stack.enter_context(_redirected_descriptor(STDERR_DESCRIPTOR))
         console.refresh()

@@ -9,34 +9,27 @@ and what its layers decide is not checked. The run's folder is only read, so thi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.cli.data_checks import (
     Diagnosis,
     Finding,
+    check_distilled,
     check_engine_options,
     check_source,
     check_template,
-    check_tokens,
-    get_expected,
 )
-from draftsmith.data.engines.vllm_engine import gives_hidden_states
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
-from draftsmith.models.formats.importing import IMPORT_FILE
 from draftsmith.models.kernels.cpu_library import has_kernels
 from draftsmith.models.target.checks import check_logits
-from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,
     load_ends,
@@ -49,14 +42,12 @@ from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.optimizer import multiplies_bf16_fast
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import check_offline_support
 from draftsmith.train.processes.frozen_target import options_without_layers
 
-LARGE_BYTES = 2**27  # of weights; from this size on a decoding step is bound by reading them
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by export format
 
 
@@ -75,28 +66,19 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     served = recipe.data.features.source == "server"
     target, tokenizer = _load_served(recipe) if served else load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
-    add, run, trained = diagnosis.add, RunFolder(recipe), f"drafter ({recipe.drafter.kind})"
-    try:
-        expected = get_expected(target, tokenizer)
-    except UserError as error:
-        diagnosis.parts["chat template"] = [Finding("chat template", "defect", str(error))]
-    else:
-        add("chat template", "chat template", check_template(tokenizer))
+    add, trained = diagnosis.add, f"drafter ({recipe.drafter.kind})"
+    add("chat template", "chat template", check_template(target, tokenizer))
+    if not diagnosis.count("defect"):  # else no conversation can be tokenised
         add("distillation", "engine", check_engine_options(recipe))
-        add("source conversations", "source", check_source(recipe, expected, diagnosis))
-        if (run.data / "tokens").is_dir():
-            add("tokens to train on", "tokens", check_tokens(recipe, run.data, expected, diagnosis))
+        add("source conversations", "source", check_source(recipe, target, tokenizer, diagnosis.rows))
+        if (RunFolder(recipe).data / "tokens").is_dir():
+            add("tokens to train on", "tokens", check_distilled(recipe, target, diagnosis.rows))
     add("target", "logits", _check_target(target, served))
     add("target", "draft trees", _check_draft_trees(recipe, target, served))
-    if not served:
-        add("target", "dtype", _check_dtype(target))
     add(trained, "train section", _check_training_arguments(recipe))
     add(trained, "drafter.init", _check_start(recipe, target))
     add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
-    add(trained, "engines", _check_engines(recipe, target))
-    add(trained, "features from vLLM", _check_served_features(recipe, target))
-    if serve is not None:
-        add(f"served by {serve}", "export", _check_export(recipe, target, serve))
+    add(trained, "engines", _check_engines(recipe, target, serve))
     return diagnosis
 
 
@@ -109,49 +91,36 @@ def _load_served(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 def _check_target(target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     yield Finding("device", "ok", device_sentence(target.device))
     yield Finding("attention", "ok", running_sentence(target))
-    if served:
-        yield Finding("logits", "ok", "not checked: the target is served, and each server is checked before training")
-        return
-    yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
+    if not served:
+        yield Finding("logits", "ok", f"the logits are the LM head's output, {check_logits(target)}")
+        yield from _check_dtype(target)
 
 
 def _check_draft_trees(recipe: Recipe, target: PreTrainedModel, served: bool) -> Iterator[Finding]:
     """Check that the target verifies the trees of the recipe's methods."""
     check_trees(recipe)
-    if served:
-        yield Finding("draft trees", "ok", "not checked: the target is served")
-        return
-    TargetSession(target, max_length_tokens=8).close()
-    sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
-    yield Finding("draft trees", "ok", sentence)
+    if not served:
+        TargetSession(target, max_length_tokens=8).close()
+        sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
+        yield Finding("draft trees", "ok", sentence)
 
 
 def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
-    """Check, for a CPU, whether another dtype would be faster.
+    """Name the dtype in which a large target decodes fastest on a CPU, if it has another one.
 
     A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
     """
     if target.device.type != "cpu":
         return
-    is_large = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES
-    if target.dtype == torch.float16:
-        faster = "bfloat16" if has_kernels() else "float32"
-        yield Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={faster}")
-    elif target.dtype == torch.bfloat16 and not has_kernels():
-        sentence = (
-            "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: install g++ or "
-            "clang++, or set target.dtype=float32"
-        )
-        yield Finding("dtype", "warning", sentence)
-    elif target.dtype == torch.float32 and has_kernels() and is_large:
-        yield Finding("dtype", "ok", "float32; with target.dtype=bfloat16 decoding reads half as many bytes a step")
+    fastest = "bfloat16, with half as many bytes" if has_kernels() else "float32, as no C++ compiler was found"
+    dtype = str(target.dtype).removeprefix("torch.")
+    if not fastest.startswith(dtype):
+        yield Finding("dtype", "ok", f"{dtype}; on this CPU large targets decode faster by target.dtype={fastest}")
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
-    slow = recipe_arguments(recipe).bf16 and not multiplies_bf16_fast(target_device(recipe.target))
-    without = "train.bf16 is true, and this CPU has no bf16 instructions: set it to false, which trains faster"
-    fine = "transformers.TrainingArguments accepts it"
-    yield Finding.of("train section", fine, {}, (slow, "warning", without))
+    recipe_arguments(recipe)
+    yield Finding("train section", "ok", "transformers.TrainingArguments accepts it")
 
 
 def _check_start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
@@ -176,68 +145,34 @@ def _new_options(recipe: Recipe) -> dict[str, Any]:
     return options_without_layers(recipe)
 
 
-def _drafter_config(recipe: Recipe, target: PreTrainedModel) -> DrafterConfig:
-    """Return the config of the run's imported drafter, or of the drafter that the recipe describes.
+def _check_engines(recipe: Recipe, target: PreTrainedModel, serve: str | None) -> Iterator[Finding]:
+    """List the engines that load this drafter once it is trained; a warning if none does, a defect if `serve` does not.
 
-    Raises:
-        UserError: The recipe's options do not fit the target, or the imported drafter is damaged.
+    Args:
+        serve: A format of exports.
     """
-    if (RunFolder(recipe).drafter / IMPORT_FILE).is_file():
-        return exporting.trained_drafter(recipe).config
-    return load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
-
-
-def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
-    """List the engines that load this drafter once it is trained; a warning if none does."""
     try:
-        config = _drafter_config(recipe, target)
+        config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     except UserError:  # reported as the drafter's defect
         return
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
     loading = [name for to, name in ENGINES.items() if refused[to] is None]
     others = [f"not {name}: {refused[to]}" for to, name in ENGINES.items() if refused[to] is not None]
-    fine = "; ".join([f"{', '.join(loading)} can load this drafter", *others])
     none = (
         f"no engine can load this drafter, only draftsmith's own loop and server ({refused['vllm']}): for vLLM, SGLang "
         "and llama.cpp set drafter.kind to dflash2 or eagle3, with options of that kind"
     )
-    yield Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))
-
-
-def _check_served_features(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
-    """Check that vLLM's model of this target gives hidden states, where features come from servers."""
-    if recipe.data.features.source != "server":
+    sentence = "; ".join([f"{', '.join(loading)} can load this drafter", *others]) if loading else none
+    yield Finding("engines", "ok" if loading else "warning", sentence)
+    if serve is None:
         return
-    name, check = type(target).__name__, "features from vLLM"
-    gives = gives_hidden_states(name)
-    unknown = "not checked, as vLLM is not installed here: its class for this target needs the EAGLE-3 interface"
-    online = "set data.features.source=online"
-    lacking = f"vLLM's {name} has no EAGLE-3 interface, so it gives no hidden states: {online}"
-    latent = getattr(target.config.get_text_config(), "kv_lora_rank", None) is not None
-    of_latent = f"vLLM extracts no hidden states from multi-head latent attention (MLA): {online}"
-    fine = f"vLLM's {name} has the EAGLE-3 interface"
-    refused = of_latent if latent else lacking
-    is_refused = latent or gives is False
-    yield Finding.of(check, fine, {}, (is_refused, "defect", refused), (gives is None, "warning", unknown))
-
-
-def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
-    """Check whether this drafter could be exported, before it is trained."""
-    config = _drafter_config(recipe, target)
-    if (refused := exporting.refusal(config, to)) is not None:
-        yield Finding("export", "defect", f"{config.kind}: {refused}")
-        return
-    warned = exporting.caveat(config, to)
-    target_place = exporting.served_target(recipe)
-    if to == "gguf":
-        target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
-    command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
-    versions = exporting.version_sentence(config, to)
-    yield Finding("export", "ok", f"`draftsmith export --to {to}` can write this drafter, {versions}")
-    if command is not None:
-        yield Finding("command", "ok", command)
-    if warned is not None:
-        yield Finding("first token", "warning", warned)
+    if (why := exporting.refusal(config, serve)) is not None:
+        yield Finding(serve, "defect", f"{config.kind}: {why}")
+    else:
+        versions = exporting.version_sentence(config, serve)
+        yield Finding(serve, "ok", f"`draftsmith export --to {serve}` can write this drafter, {versions}")
+        if (warned := exporting.caveat(config, serve)) is not None:
+            yield Finding("first token", "warning", warned)
 
 
 def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Iterator[Finding]:
@@ -253,15 +188,6 @@ def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedC
         f"{worst.prefix_tokens} tokens; compare group_logits with its decoder (models/drafters/{kind}.py, "
         "models/decoding/decoders.py): group t reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
     )
-    figures = {
-        "kind": kind,
-        "largest_difference": worst.size if isfinite(worst.size) else None,
-        "tolerance": TOLERANCE,
-        "prefix_tokens": worst.prefix_tokens,
-        "depth": worst.depth,
-        "drafts": parity.drafts,
-        "row_tokens": parity.row_tokens,
-        "trainable_parameters": parity.parameters,
-    }
     fine = f"{kind}, {parity.parameters:,} parameters: {agrees}, {measured}"
-    yield Finding.of(check, fine, figures, (not worst.size <= TOLERANCE, "defect", differs))
+    is_wrong = not worst.size <= TOLERANCE  # NaN is wrong too
+    yield Finding(check, "defect" if is_wrong else "ok", differs if is_wrong else fine)

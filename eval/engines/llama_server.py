@@ -5,22 +5,13 @@ import shutil
 from pathlib import Path
 
 from draftsmith.data.engines.server_process import ServerProcess
-from draftsmith.errors import UserError
 
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp" / "bin"
 LEAST_CONTEXT_TOKENS = 2048
 
 
-def find_server(named: Path | None) -> Path | None:
-    """Find `llama-server`: the named program, or the one on PATH, or the one that `make llamacpp-env` built.
-
-    Raises:
-        UserError: The named file is no program.
-    """
-    if named is not None:
-        if not named.is_file() or not os.access(named, os.X_OK):
-            raise UserError(f"option --llama-server: {named} is no program: build one with `make llamacpp-env`")
-        return named.resolve()
+def find_server() -> Path | None:
+    """Find `llama-server` on PATH, or else the one that `make llamacpp-env` built."""
     found = shutil.which("llama-server", path=os.pathsep.join([os.environ.get("PATH", ""), str(BUILT)]))
     return None if found is None else Path(found).resolve()
 

@@ -110,16 +110,16 @@ def test_compare_command_end_to_end(finished: FinishedRun) -> None:
     second = recipe_file(load_recipe(finished.recipe, ["name=second", *medusa]))
     command = ["compare", finished.recipe, second, "--name", "table"]
     runs = finished.root.parent
-    result = CliRunner().invoke(app, [*command, "--json", str(finished.folder / "rows.json")])
+    result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output
-    rows = json.loads((finished.folder / "rows.json").read_text())
+    rows = json.loads(result.stdout)
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
     assert list(overall) == ["autoregressive", "tuned", "x", "medusa-chain"]
     assert all(row["greedy_identical"] for row in overall.values())
     first, other = (LedgerView(runs / name / "data") for name in ("run", "second"))
     assert first.fingerprint() == other.fingerprint()
     drafters = [str(runs / name / "drafter") for name in ("run", "second")]
-    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("Drafter ")] == drafters
+    assert [line.split()[1] for line in result.stderr.splitlines() if line.startswith("Drafter ")] == drafters
     report = (runs / "table" / "report.md").read_text()
     assert "with parallel and medusa drafters\n" in report.splitlines(keepends=True)[0]
     # Without local folders, which readers of the report do not have.

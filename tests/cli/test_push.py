@@ -1,7 +1,6 @@
 """`draftsmith push`: it uploads the run's drafter, nothing local, and resumes after every failure."""
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -97,32 +96,6 @@ def test_failed_push_is_one_sentence_and_resumes(
     hub.faults.clear()
     finished.done("push")
     assert hub.files(REPO) == staged(finished)
-
-
-def test_exports_are_pushed_and_removed_ones_deleted(finished: FinishedRun, hub: FakeHub) -> None:
-    """The card has the command to serve them after a download, if they match these weights."""
-    servable = ["drafter.options={inputs: embedding, num_masks: 1}", "name=pard", "eval.methods=[]"]
-    for command in ("distill", "train"):
-        finished.done(command, *servable)
-    root = finished.root.parent / "pard"
-    finished.done("export", "--to", "vllm", *servable)
-    finished.done("push", *servable)
-    files = hub.files(REPO)
-    export = root / "export" / "vllm"
-    assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
-    card = files["README.md"].decode()
-    assert f"hf download {REPO} --include 'export/vllm/*' --local-dir drafter\n" in card
-    (line,) = [line for line in card.splitlines() if line.startswith("python -m vllm")]
-    words = shlex.split(line)
-    assert words[words.index("--model") + 1] == "target"
-    assert json.loads(words[-1])["model"] == "drafter/export/vllm"
-    assert json.loads(files["export/vllm/export.json"])["command"] == line
-    noted = json.loads((export / "export.json").read_text())
-    (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
-    assert "was made from other weights: delete it" in finished.error("push", *servable)
-    shutil.rmtree(export)
-    finished.done("push", *servable)
-    assert not [name for name in hub.files(REPO) if name.startswith("export/")]
 
 
 def test_unsuitable_existing_repository_is_refused(finished: FinishedRun, hub: FakeHub) -> None:

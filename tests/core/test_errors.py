@@ -108,20 +108,3 @@ def test_runs_dir_that_is_a_file_is_reported_before_the_work(
     assert result.exit_code == 2, result.exception
     assert result.stderr.startswith(f"error: not a directory: {in_the_way}: free some space or correct the cause")
     assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["doctor", "compare"])
-def test_unwritable_json_file_is_reported_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setattr(cli, "heading", lambda *_: pytest.fail("the work has started"))
-    (tmp_path / "file").write_text("")
-    for place, sentence in (
-        (tmp_path, f"option --json: {tmp_path} is a folder: name a file"),
-        (tmp_path / "file" / "a.json", f"not a directory: {tmp_path / 'file'}:"),
-        (tmp_path / ("x" * 300), "file name too long: "),
-    ):
-        result = RUNNER.invoke(cli.app, [command, "quickstart", f"runs_dir={tmp_path / 'runs'}", f"--json={place}"])
-        assert result.exit_code == 2, result.exception
-        assert result.stderr.startswith(f"error: {sentence}")
-        assert result.stderr.count("\n") == 1

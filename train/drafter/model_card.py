@@ -35,17 +35,16 @@ ARXIV_ID = re.compile(r"\b\d{4}\.\d{5}\b")
 
 @dataclass
 class Publication:
-    """A folder that is uploaded to the Hub as `repo`: the drafter, its model card and exports.
+    """A folder that is uploaded to the Hub as `repo`: the drafter and its model card.
 
     base_model: the target's Hub id, if the recipe names a local folder. license: the license's keys and values in the
-    Hub's metadata. exports: the folders of exported drafters, each with the command that serves it, or None.
+    Hub's metadata.
     """
 
     folder: Path
     repo: str
     base_model: str | None = None
     license: dict[str, str] = field(default_factory=dict)
-    exports: dict[str, str | None] = field(default_factory=dict)
 
 
 def write_drafter_card(

@@ -6,7 +6,6 @@ Activations are not estimated: `measure.py` runs a step.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +13,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.kernels.cpu_layers import head_size
 from draftsmith.models.target.features import drop_decoder_layers, required_layers
-from draftsmith.models.target.loading import target_device
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import check_offline_support
 from draftsmith.train.features.write import models_without_weights
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
-# Bytes of an optimiser's state for each parameter, by a part of its name; of AdamW and its kin 8, two fp32 moments.
+# Most bytes of an optimiser's state for each parameter, by a part of its name; of AdamW 8, two fp32 moments.
 STATE_BYTES = {"8bit": 2, "4bit": 1, "adafactor": 0, "lomo": 0, "sgd": 0, "lion": 4, "rmsprop": 4, "adagrad": 4}
 ADAMW_STATE_BYTES = 8
 
@@ -60,21 +56,18 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, label
     drafter.generator = torch.Generator().manual_seed(recipe.seed)  # of the rows that are drawn at random
     ids_bs = torch.zeros(args.per_device_train_batch_size, length, dtype=torch.long)
     mask_bs = (torch.arange(length) >= length - labelled).long().expand_as(ids_bs)
-    groups, device_type = drafter.groups(ids_bs, mask_bs), target_device(recipe.target).type
-    target_flops, drafter_flops = step_flops(target, drafter, groups, int(mask_bs.sum()), device_type)
+    target_flops, drafter_flops = step_flops(target, drafter, drafter.groups(ids_bs, mask_bs))
     if not online:
         target_flops = 0.0
         drop_decoder_layers(target)
     trained = trained_parameters(drafter)
     name = str(getattr(args.optim, "value", args.optim))
     state_bytes = next((size for part, size in STATE_BYTES.items() if part in name), ADAMW_STATE_BYTES)
-    matrices = muon_parameters(drafter) if args.optimizer == "muon" else []  # with one moment each
-    saved = (ADAMW_STATE_BYTES // 2) * sum(drafter.get_parameter(matrix).numel() for matrix in matrices)
     memory = {
         "target": tensor_bytes([*target.parameters(), *target.buffers()]),
         "drafter": tensor_bytes([*drafter.parameters(), *drafter.buffers()]),
         "gradients": tensor_bytes(trained),
-        "optimiser": state_bytes * sum(parameter.numel() for parameter in trained) - saved,
+        "optimiser": state_bytes * sum(parameter.numel() for parameter in trained),
     }
     return StepCost(memory, target_flops, drafter_flops, ids_bs.numel(), target, drafter)
 
@@ -94,31 +87,18 @@ def half_dtype(args: DrafterTrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
-def step_flops(
-    target: PreTrainedModel, drafter: Drafter, groups: Groups, answer_tokens: int, device_type: str
-) -> tuple[float, float]:
-    """Return a step's FLOPs in (target's forward, drafter): 2 per weight and row, and those of attention."""
-    config, layers = target.config.get_text_config(), list(getattr(drafter, "layers", []))
-    (batch_size, depths, length), context = groups.core_shape, min(groups.first_depth, 1)
-    tokens, labels = groups.input_ids.numel(), len(groups.labelled_m)
-    # Of a context, layers make keys and values alone.
-    rows, queries = sum(groups.counts_r[context:]), batch_size * (depths - context) * length
+def step_flops(target: PreTrainedModel, drafter: Drafter, groups: Groups) -> tuple[float, float]:
+    """Return a step's FLOPs in (target's forward, drafter): 2 per weight and row, without attention's own."""
+    config, labels = target.config.get_text_config(), len(groups.labelled_m)
     read = max(config.num_hidden_layers if layer < 0 else layer for layer in required_layers(drafter))
-    attention = config.num_hidden_layers * groups.input_ids.shape[1] * _query_width(config)
-    in_target = 2.0 * tokens * (num_weights(target.base_model) + attention) * read / config.num_hidden_layers
-    inner_rows = tokens if layers else labels / drafter.config.num_depths
-    outside = [*layers, *drafter.own_heads, drafter.head()]
-    outside_ids = {id(module) for each in outside for module in each.modules()}
-    inner = [each for each in drafter.modules() if id(each) not in outside_ids and not any(each.children())]
-    forward = 2.0 * sum(map(num_weights, inner)) * inner_rows
-    if layers:
-        attention = groups.input_ids.shape[1] * _query_width(drafter.layers_config) * queries * len(layers)
-        forward += 2.0 * (sum(map(num_weights, layers)) * rows + attention)
-    taught = answer_tokens if device_type == "cpu" else labels  # tokens, or each row by itself
-    head_rows = labels * (2 + bool(drafter.own_heads)) + taught * drafter.needs_teacher
-    is_frozen = bool(layers) and not any(p.requires_grad for layer in layers for p in layer.parameters())
-    backward = forward * (1 if is_frozen else 2)
-    return in_target, forward + backward + 2.0 * drafter.head().weight.numel() * head_rows
+    in_target = 2.0 * groups.input_ids.numel() * num_weights(target.base_model) * read / config.num_hidden_layers
+    layers = list(getattr(drafter, "layers", []))  # those of `pass_embeddings` are the target's
+    in_heads = {id(module) for each in [*drafter.own_heads, drafter.head()] for module in each.modules()}
+    modules = {id(module): module for each in [drafter, *layers] for module in each.modules()}
+    leaves = (each for key, each in modules.items() if key not in in_heads and not any(each.children()))
+    body, rows = sum(map(num_weights, leaves)), sum(groups.counts_r) if layers else labels / drafter.config.num_depths
+    head_rows = labels * (2 + bool(drafter.own_heads) + drafter.needs_teacher)
+    return in_target, 6.0 * body * rows + 2.0 * drafter.head().weight.numel() * head_rows
 
 
 def num_weights(module: nn.Module) -> float:
@@ -128,8 +108,3 @@ def num_weights(module: nn.Module) -> float:
     layers = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
     weights = [weight for layer in layers for weight in layer.parameters(recurse=False)]
     return sum(weight.numel() * (share if weight.ndim == 3 else 1) for weight in weights if weight.ndim > 1)
-
-
-def _query_width(config: Any) -> int:
-    """Return the width of a layer's queries."""
-    return head_size(config) * int(config.num_attention_heads)

@@ -1,8 +1,7 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
 `estimate.py` computes the memory between steps and a step's FLOPs; disk follows from the number of tokens, time from
-FLOPs and the device's speed, given or measured. `measure.py` measures a step's activations. If training does not fit,
-the plan names the recipe keys that make its largest parts smaller.
+FLOPs and the device's speed, given or measured. `measure.py` measures a step's activations.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
-from draftsmith.data.engines.engine import engine_class
+from draftsmith.data.engines.engine import engine_options
 from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
@@ -25,7 +24,6 @@ from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.kernels.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import target_device
-from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import pack_by_length, split_rows
@@ -37,18 +35,7 @@ from draftsmith.train.plan.measure import MeasuredStep, measure_step
 UTILISATION = 0.4  # assumed share of the peak TFLOP/s that training reaches
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
 GROUPS = ("parameters", "memory", "disk", "time")
-# Parts of a training's memory: what each is, and lines of a recipe that make it smaller.
-PARTS = {
-    "target": (
-        "target weights, frozen",
-        "target.dtype=bfloat16 or data.features.source=server",
-    ),
-    "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
-    "gradients": ("gradients of the drafter", "drafter.options.draft_vocab_size=32000"),
-    "optimiser": ("optimiser state", "train.optim=adafactor"),
-}
-FEWER_ROWS = "a lower train.per_device_train_batch_size (train.global_batch_size keeps the rows of a step)"
-ASSUMED_ANSWERS = 1000  # where neither the recipe nor a local file says how many are distilled
+WAYS_OUT = "docs/guides/troubleshooting.md#out-of-memory"
 ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
 
 
@@ -114,34 +101,32 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
         Line("trainable", trained, "parameters", f"drafter.kind {recipe.drafter.kind}"),
         Line("target", held, "parameters", f"{recipe.target.model}, from its config"),
     ]
-    memory = [Line(part, amount, "bytes", PARTS[part][0]) for part, amount in cost.bytes.items()]
-    memory.append(Line("in all", cost.kept_bytes, "bytes", "what a training keeps; activations come on top"))
+    memory = [Line(part, amount, "bytes", "from the models' shapes") for part, amount in cost.bytes.items()]
+    memory.append(Line("in all", cost.kept_bytes, "bytes", "activations come on top: see `--measure`"))
     step = measure_step(recipe, length, labelled) if options.measure else None
     if step is not None:
         rows = f"{args.per_device_train_batch_size} x {length} tokens, {how}"
         peak = f"at its peak on {step.device}; batch of {rows}"
         memory.append(Line("a step, measured", step.peak_bytes, "bytes", peak))
     device = target_device(recipe.target)
-    notes = [f"the target is run with {running_sentence(cost.target)}"]
+    notes = []
     if device.type == "cpu" and (packable := packable_bytes(cost.target)):
         notes.append(
             f"distilling, training and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}"
         )
-    if step is None:
-        notes.append("activations depend on device, dtype and kernels: `--measure` runs a few steps on this machine")
     if device.type == "cpu" and options.peak_tflops is None:
         notes.append(
             "the times are this CPU's: for a GPU give its rates, as --peak-tflops 990 --memory-gb-per-s 3350 of an H100"
         )
     if num_tokens is None:
-        notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
+        notes.append("data.conversations.limit is not set, so that some times are not known before distilling")
     fits, verdict = (None, None) if options.memory_gib is None else _verdict(options, cost, step)
     return Plan(
         name=recipe.name,
         parameters=parameters,
         memory=memory,
         kept_bytes=cost.kept_bytes,
-        disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
+        disk=_feature_cache(recipe, cost, num_tokens, tokens is not None),
         time=_times(recipe, args, cost, options, num_tokens, answers, step),
         verdict=verdict,
         fits=fits,
@@ -162,11 +147,7 @@ def _verdict(options: PlanOptions, cost: StepCost, step: MeasuredStep | None) ->
     need += "" if step is not None else ", without activations, which `--measure` adds on that device"
     if need_bytes <= USABLE_FRAC * memory_gib * 2**30:
         return True, f"fits: {need}"
-    largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
-    ways_out = [f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest]
-    if activations > max(cost.bytes.values()):
-        ways_out.insert(0, f"{FEWER_ROWS} (activations: {bytes_text(activations)})")
-    return False, f"does not fit with a tenth left free: {need}; to need less, set {'; or '.join(ways_out)}"
+    return False, f"does not fit with a tenth left free: {need}; what needs less: {WAYS_OUT}"
 
 
 def training_rows(recipe: Recipe, tokens: Dataset | None) -> tuple[int, int, str]:
@@ -188,30 +169,24 @@ def count_answers(recipe: Recipe) -> list[int] | None:
     """Count the answers of each conversation to distil; None if a source is no local file, or cannot be read."""
     if not all(Path(source.source).is_file() for source in recipe.data.conversations.sources):
         return None
-    lenient = recipe.model_copy(deep=True)
-    lenient.data.conversations.skip_invalid, lenient.data.conversations.decontaminate = True, []
     try:
-        return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(lenient)]
+        return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(recipe)]
     except UserError:  # reported by doctor and distill
         return None
 
 
-def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> Line:
-    what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
-    if obstacle is not None:
-        return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
-    if chosen.source == "server" and not chosen.server.keep:
-        return Line(what, 0, "bytes", "data.features.server.keep is false: rows from servers are not stored")
-    layers, size = len(required_layers(cost.drafter)), cost.drafter.config.hidden_size
-    token_bytes = layers * size * getattr(torch, chosen.dtype).itemsize
-    how = f"{layers} feature layers x {size} in {chosen.dtype}"
+def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> list[Line]:
+    """Return the size of the features on disk, if the kind of drafter can be trained on them."""
+    if "offline" in cost.drafter.unsupported:
+        return []
+    dtype, layers = recipe.data.features.dtype, len(required_layers(cost.drafter))
+    token_bytes = layers * cost.drafter.config.hidden_size * getattr(torch, dtype).itemsize
+    how = f"{layers} feature layers x {cost.drafter.config.hidden_size} in {dtype}"
     if num_tokens is None:
-        how += "; data.conversations.limit is not set and nothing is distilled yet"
-        return Line(what, token_bytes, "bytes a token", how)
+        return [Line("features on disk", token_bytes, "bytes a token", how)]
     how += f" x {num_tokens:,} tokens{'' if is_distilled else ' at most, as nothing is distilled yet'}"
-    how += f"; {bytes_text(free_bytes_at(RunFolder(recipe).features))} are free on that disk"
-    how += "; training online needs none of it" if chosen.source == "online" else ""
-    return Line(what, token_bytes * num_tokens, "bytes", how)
+    how += f"; {bytes_text(free_bytes_at(RunFolder(recipe).features))} are free; training online needs none of it"
+    return [Line("features on disk", token_bytes * num_tokens, "bytes", how)]
 
 
 # ---- time ----
@@ -233,7 +208,6 @@ def _times(
     processes each does 1/N of the work: what they tell each other is not counted.
     """
     num, device, target, given = options.processes, target_device(recipe.target), cost.target, options.peak_tflops
-    together = f"{num} processes" if num > 1 else "one process"
 
     def flops_per_s(dtype: torch.dtype) -> float:
         return UTILISATION * (matmul_flops_per_s(device, dtype) if given is None else given * 1e12)
@@ -250,38 +224,31 @@ def _times(
         trained_tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens * num
         what = f"{args.max_steps} steps"
     if trained_tokens:
-        how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
+        how = f"{what}, {trained_tokens:,.0f} tokens, {num} process{'es' * (num > 1)}"
         lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
-    head = target.get_output_embeddings()
     if not cost.target_flops:
         return lines  # offline: the target's layers are not there
+    head = target.get_output_embeddings().weight
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
-    row_flops, held_bytes = cost.target_flops / cost.tokens + 2 * head.weight.numel(), tensor_bytes(target.parameters())
+    row_flops, held_bytes = cost.target_flops / cost.tokens + 2 * head.numel(), tensor_bytes(target.parameters())
     if not target.config.tie_word_embeddings:
         held_bytes -= tensor_bytes([target.get_input_embeddings().weight])
 
     def step_s(rows: int) -> float:
-        read_bytes = min(held_bytes, rows * row_flops / 2 * head.weight.element_size())
+        read_bytes = min(held_bytes, rows * row_flops / 2 * head.element_size())
         return max(read_bytes / read_rate, rows * row_flops / target_rate)
 
-    chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit, recipe.eval
-    if chosen.engine in ROWS_AT_ONCE:
-        option = ROWS_AT_ONCE[chosen.engine]
-        at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        number = sum(answers) if answers is not None else limit or ASSUMED_ANSWERS
-        copies = 1
-        if chosen.engine == "vllm":  # which starts as many copies as fit on the GPUs, unless the recipe says
-            fitting = num // int(chosen.options.get("tensor_parallel_size", 1))
-            copies = int(chosen.options.get("data_parallel_size") or max(1, fitting))
-        how = f"{number:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
-        how += f", {copies} copies of the target" if copies > 1 else ""
-        how += "; assumed, as data.conversations.limit is not set" if limit is None and answers is None else ""
+    chosen, eval_ = recipe.data.distill, recipe.eval
+    number = recipe.data.conversations.limit if answers is None else sum(answers)
+    if chosen.engine in ROWS_AT_ONCE and number is not None:
+        engine = engine_options(recipe)
+        at_once, copies = getattr(engine, ROWS_AT_ONCE[chosen.engine]), 1
+        if chosen.engine == "vllm":  # a copy of the target on each GPU, unless the recipe says how many
+            copies = engine.data_parallel_size or max(1, num // engine.tensor_parallel_size)
+        how = f"{number:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {copies} {chosen.engine}"
         seconds = number * chosen.max_new_tokens / at_once * step_s(at_once) / copies
         lines.append(Line("distilling", seconds, "seconds", how))
-    try:
-        questions = load_questions(eval_.question_sets, eval_.limit_per_category, eval_.limit_per_task)
-    except UserError:  # reported by doctor and eval
-        return lines
+    questions = load_questions(eval_.question_sets, eval_.limit_per_category, eval_.limit_per_task)
     turns = sum(len(question.turns) for question in questions)
     times = eval_.runs * len(eval_.temperatures) * (1 + len(eval_.methods))
     how = f"{turns} turns of {eval_.max_new_tokens} tokens x {times} (runs, temperatures, methods) at most"

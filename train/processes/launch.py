@@ -206,7 +206,7 @@ def errors_in_sentences() -> Iterator[None]:
             raise UserError(
                 f"out of memory ({reason(error)}): lower train.per_device_train_batch_size (train.global_batch_size "
                 "keeps the rows of a step), and delete the run's folder `drafter` or use another `name`; `draftsmith "
-                "plan RECIPE --memory-gib N` names the largest parts and recipe lines that make them smaller"
+                "plan RECIPE --measure` has the size of each part"
             ) from None
         if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in GLOO_ERRORS):
             raise

@@ -18,7 +18,7 @@ from draftsmith.data.engines.engine import (
     Request,
     open_engine,
 )
-from draftsmith.data.engines.vllm_engine import VllmEngine, gives_hidden_states
+from draftsmith.data.engines.vllm_engine import VllmEngine
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
@@ -129,14 +129,6 @@ def test_server_gives_the_same_greedy_answers(target: Any, server_url: str) -> N
     with open_engine(setting("openai", **options)) as engine:
         assert (engine.concurrency, engine.max_length_tokens) == (16, 512)
         assert_greedy_by_the_target(target, batch, run(engine, batch))
-
-
-def test_interface_for_hidden_states() -> None:
-    assert [gives_hidden_states(name) for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "Other")] == [
-        True,
-        False,
-        False,
-    ]
 
 
 def test_only_the_too_long_prompt_fails(vllm_engine: Engine) -> None:

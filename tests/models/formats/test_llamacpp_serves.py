@@ -23,7 +23,7 @@ from draftsmith.eval.engines.llama_server import LlamaServer, find_server
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
 
-SERVER = find_server(None)
+SERVER = find_server()
 pytestmark = [
     pytest.mark.llamacpp,
     pytest.mark.skipif(SERVER is None, reason="there is no llama-server: make llamacpp-env"),
@@ -94,10 +94,10 @@ def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> 
     target = ["--target-gguf", str(folder / "target.gguf"), "--dtype", "f32", "--concurrency", "1"]
 
     def measured(*options: str) -> dict[str, Any]:
-        command = ["bench", recipe_file(recipe), "--engine", "llamacpp", *options, f"--json={tmp_path / 'out.json'}"]
+        command = ["bench", recipe_file(recipe), "--engine", "llamacpp", *options, "--json"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        return json.loads((tmp_path / "out.json").read_text())
+        return json.loads(result.stdout)
 
     found = measured(*target)
     plain, drafted = found["rows"]

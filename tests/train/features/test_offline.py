@@ -18,7 +18,6 @@ from support.tiny_runs import (
 from typer.testing import CliRunner
 
 from draftsmith.cli import main as cli
-from draftsmith.cli import stages
 from draftsmith.errors import UserError
 from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
@@ -90,28 +89,12 @@ def test_rows_across_a_switch_of_rope_are_refused(tmp_path: Path) -> None:
         server_arguments(tiny_run(tmp_path))
 
 
-def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_prints_the_size_and_the_next_command(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path)
-    folder = RunFolder(recipe).features
-    refused = command(recipe)
-    assert refused.exit_code == 2
-    assert "takes 18.8 KiB" in refused.stdout
-    assert refused.stderr == (
-        f"error: nothing was written to {folder}: there is no terminal to ask whether the size is acceptable; "
-        "accept it with `draftsmith features ... --yes`\n"
-    )
-    assert not folder.exists()
-    monkeypatch.setattr(stages, "sys", type("Terminal", (), {"stdin": type("In", (), {"isatty": lambda: True})}))
-    for answer in (False, True):
-        monkeypatch.setattr(stages.Confirm, "ask", lambda *_, answer=answer, **__: answer)
-        assert command(recipe).exit_code == (0 if answer else 2)
-        assert folder.exists() == answer
-    shutil.rmtree(folder)
-    monkeypatch.undo()
-    accepted = command(recipe, "--yes")
-    assert accepted.exit_code == 0
-    assert "Next: draftsmith train" in accepted.stdout
-    assert "data.features.source=offline" in accepted.stdout
+    written = command(recipe)
+    assert (written.exit_code, "takes 18.8 KiB" in written.stdout) == (0, True)
+    assert "Next: draftsmith train" in written.stdout
+    assert "data.features.source=offline" in written.stdout
     assert "nothing to do" in command(recipe).stdout
 
 

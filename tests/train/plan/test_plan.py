@@ -17,7 +17,6 @@ from draftsmith.cli import main as cli
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import DataRecipe, Recipe
-from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.plan.estimate import StepCost, step_cost
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, read_bytes_per_s
@@ -62,10 +61,6 @@ def test_memory_adds_up_and_work_grows_with_labels(tmp_path: Path) -> None:
     # AdamW in fp32: weights and two moments.
     assert amounts["drafter"] == 4 * trained
     assert amounts["optimiser"] == 8 * trained
-    muon = recipe.model_copy(update={"train": {**recipe.train, "optimizer": "muon"}})
-    cost = predicted_step(muon, training_row(32, 32))
-    matrices = sum(cost.drafter.get_parameter(name).numel() for name in muon_parameters(cost.drafter))
-    assert amounts["optimiser"] - cost.bytes["optimiser"] == 4 * matrices  # which have one moment
     fewer = predicted_step(recipe, training_row(32, 8))
     more = predicted_step(recipe, training_row(32, 32))
     assert fewer.drafter_flops < 0.5 * more.drafter_flops
@@ -87,14 +82,11 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     """
     cost = predicted_step(build_recipe(tmp_path), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
-    causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    assert cost.target_flops == 4 * 2 * (2 * 32 * linear + causal_attention)
+    assert cost.target_flops == 4 * 2 * (2 * 32 * linear)
     head = 2 * (2 * 64 * 512) * 2 * (16 + 15 + 14)
-    fusion = 2 * (2 * 64) * 64 * 32 * 2
     rows = 31 + 15 + 14
-    # The attention core runs on the full grid of 3 streams; a backward costs two forwards.
-    forward = fusion + 2 * 2 * rows * linear + 3 * 2 * causal_attention
-    assert cost.drafter_flops == pytest.approx(3 * forward + head, rel=0.05)
+    # A backward costs two forwards.
+    assert cost.drafter_flops == 3 * 2 * 2 * rows * (linear + 2 * 64 * 64) + head
     assert cost.tokens == 64
 
 
@@ -141,18 +133,12 @@ def test_size_of_the_feature_cache(tmp_path: Path) -> None:
     (line,) = make_plan(unknown, GIVEN).disk
     assert (line.amount, line.unit) == (2 * 64, "bytes a token")
     save_tokens(recipe, [20, 9, 30])
-    with_teacher = recipe.model_copy(deep=True)
-    with_teacher.drafter.kind, with_teacher.drafter.options = "eagle3", {"feature_layers": [0, 2]}
-    (line,) = make_plan(with_teacher, GIVEN).disk
+    recipe.drafter.kind, recipe.drafter.options = "eagle3", {"feature_layers": [0, 2]}
+    (line,) = make_plan(recipe, GIVEN).disk
     assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
-    assert "are free on that disk; training online needs none of it" in line.how
-    served = with_teacher.model_copy(deep=True)
-    served.data.features.source = "server"
-    (line,) = make_plan(served, GIVEN).disk
-    assert (line.amount, "rows from servers are not stored" in line.how) == (0, True)
-    with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
-    (line,) = make_plan(with_teacher, GIVEN).disk
-    assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
+    assert "are free; training online needs none of it" in line.how
+    recipe.drafter.kind, recipe.drafter.options = "medusa2", {}
+    assert make_plan(recipe, GIVEN).disk == []
 
 
 def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
@@ -195,17 +181,12 @@ def test_measured_step_gives_memory_and_rate(tmp_path: Path, monkeypatch: pytest
 
 
 def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    options = [
-        "drafter.options.attention=dense",
-        "--memory-gib=1",
-        "--memory-gb-per-s=10",
-        f"--json={tmp_path}/p.json",
-    ]
+    options = ["drafter.options.attention=dense", "--memory-gib=1", "--memory-gb-per-s=10", "--json"]
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *options])
     assert result.exit_code == 0, result.output
-    assert "fits: " in result.stdout
-    assert "the times are this CPU's: for a GPU give its rates" in " ".join(result.stdout.split())
-    written = json.loads((tmp_path / "p.json").read_text())
+    assert "fits: " in result.stderr
+    assert "the times are this CPU's: for a GPU give its rates" in " ".join(result.stderr.split())
+    written = json.loads(result.stdout)
     assert written["kept_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
     assert written["time"][0]["amount"] > 0
     assert "measured on this cpu" in written["time"][0]["how"]
