@@ -93,7 +93,7 @@ def train(
 ) -> None:
     """Train the drafter.
 
-    FSDP2 and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
+    Several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
     """
     loaded = load_recipe(recipe, overrides)
     if processes > 1:

@@ -338,7 +338,7 @@ def check_offline_support(recipe: Recipe) -> None:
     Raises:
         UserError: The kind needs the target in training; the message gives the reason.
     """
-    obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
+    obstacle = load_drafter_class(recipe.drafter.kind).offline_obstacle
     if obstacle is not None:
         raise UserError(
             f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk or servers, as {obstacle}: "

@@ -197,7 +197,7 @@ def count_answers(recipe: Recipe) -> list[int] | None:
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> Line:
-    what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
+    what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.offline_obstacle
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
     if chosen.source == "server" and not chosen.server.keep:
