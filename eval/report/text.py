@@ -43,11 +43,6 @@ def only_ties(row: dict[str, Any]) -> bool:
     return bool(row["different_answers"] == row["numerical_ties"])
 
 
-def escaped(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
-    return re.sub(r"([\\`*\[\]<>|~$&]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-
 def target_name(target: dict[str, Any]) -> str:
     """Return the name of a recipe's target: its GGUF file, the last part of its folder, or its Hub id."""
     if target["gguf_file"]:
