@@ -53,7 +53,7 @@ from draftsmith.train.drafter.optimizer import multiplies_bf16_fast
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import recipe_arguments
-from draftsmith.train.features.cache import check_offline_support
+from draftsmith.train.features.stored import check_offline_support
 from draftsmith.train.processes.frozen_target import options_without_layers
 
 LARGE_BYTES = 2**27  # of weights; from this size on a decoding step is bound by reading them

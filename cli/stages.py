@@ -108,14 +108,15 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     check_writable(RunFolder(recipe).features)
     RunFolder(recipe).stages()
     projection = project_features(recipe)
+    folder = projection.stored.folder
     console.print(projection.sentence(), markup=False)
-    figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
+    figures = {"folder": str(folder), "tokens": projection.num_tokens, "bytes": projection.total_bytes}
     if not projection.missing:
         return {**figures, "written_bytes": 0}
-    projection.index.check_disk_space(projection.folder)
+    projection.stored.check_disk_space(projection.missing)
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
-            f"nothing was written to {projection.folder}: there is no terminal to ask whether the size is acceptable; "
+            f"nothing was written to {folder}: there is no terminal to ask whether the size is acceptable; "
             "accept it with `draftsmith features ... --yes`"
         )
     try:
@@ -123,10 +124,10 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     except EOFError:
         accepted = False
     if not accepted:
-        raise UserError(f"nothing was written to {projection.folder}: its size was not accepted")
+        raise UserError(f"nothing was written to {folder}: its size was not accepted")
     wall_time_s = write_features(recipe, projection)
-    speed = sum(shard.tokens for shard in projection.missing) / max(wall_time_s, 1e-9)
-    written = f"wrote {bytes_text(projection.missing_bytes)} to {projection.folder}"
+    speed = projection.stored.count_tokens(projection.missing) / max(wall_time_s, 1e-9)
+    written = f"wrote {bytes_text(projection.missing_bytes)} to {folder}"
     console.print(f"{written} in {wall_time_s:.0f} s, {speed:,.0f} tokens/s", markup=False)
     if is_first_process():
         RunFolder(recipe).record("features")

@@ -49,8 +49,8 @@ from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
-from draftsmith.train.features.cache import FeatureCache, check_offline_support, open_features
-from draftsmith.train.features.served import ServedFeatures, open_served
+from draftsmith.train.features.served import open_features
+from draftsmith.train.features.stored import check_offline_support
 from draftsmith.train.processes.frozen_target import drafter_options, load_frozen_target, move_models
 from draftsmith.train.processes.launch import errors_in_sentences
 
@@ -104,13 +104,9 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         if online:  # elsewhere no document is computed
             check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
-    cache: FeatureCache | ServedFeatures | None = None
-    if recipe.data.features.source == "offline":
-        cache = open_features(recipe, settings["data (its tokens)"], drafter)
-    elif not online:
-        cache = open_served(recipe, tokens, settings["data (its tokens)"], target, required_layers(drafter))
+    stored = None if online else open_features(recipe, tokens, target, required_layers(drafter))
     stop = StopOnInterrupt()
-    trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
+    trainer = DrafterTrainer(drafter, target, args, rows, stored, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
     if recipe.validation.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.validation.patience))
@@ -144,8 +140,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, settings, start)
     if trainer.is_world_process_zero():
-        if isinstance(cache, ServedFeatures):
-            cache.finish()
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
         stop.raise_interrupt()

@@ -1,6 +1,6 @@
 """`transformers.Trainer` for drafters, with the loss and accuracy of every depth in the log.
 
-The target's features are computed in the same step, or read from disk (`cache.py`) or from servers (`served.py`).
+The target's features are computed in the same step, or read from disk (`stored.py`) or from servers (`served.py`).
 
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
@@ -56,8 +56,7 @@ from draftsmith.train.drafter.rows import (
 )
 from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining, TrainingBar
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
-from draftsmith.train.features.cache import FeatureCache
-from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.stored import StoredFeatures
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
@@ -122,8 +121,8 @@ class Progress(TrainerCallback, ExportableState):
 class DrafterTrainer(Trainer):
     """Trainer of a drafter on the features that its target computes in the same step (online: nothing on disk).
 
-    `dataset` has the examples, or packed rows of them. With a `cache` the features are read from it, by the numbers in
-    the dataset's `ROWS_COLUMN`, and the target does not run.
+    `dataset` has the examples, or packed rows of them. With `stored` features these are read, by the numbers in the
+    dataset's `ROWS_COLUMN`, and the target does not run.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
 
@@ -140,13 +139,13 @@ class DrafterTrainer(Trainer):
         target: PreTrainedModel,
         args: DrafterTrainingArguments,
         dataset: Dataset | PackedRows,
-        cache: FeatureCache | ServedFeatures | None = None,
+        stored: StoredFeatures | None = None,
         eval_dataset: Dataset | None = None,
         autocast_target: bool = False,
         **kwargs: Any,
     ) -> None:
-        collator: Any = collate_right_padded if cache is None else FeatureCollator(cache)
-        self._servers = cache.urls if isinstance(cache, ServedFeatures) else []
+        collator: Any = collate_right_padded if stored is None else FeatureCollator(stored)
+        self._servers = [] if stored is None else stored.urls
         super().__init__(drafter, args, collator, train_dataset=dataset, eval_dataset=eval_dataset, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
         # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
