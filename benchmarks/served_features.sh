@@ -19,7 +19,7 @@ served=(data.features.source=server "data.features.server.urls=['http://127.0.0.
 begin() { rm -rf "runs/$1" && mkdir -p "runs/$1" && cp -r "$data" "runs/$1/data"; }
 draftsmith() { "$PYTHON" -m draftsmith.cli.main "$1" smollm2-135m "${common[@]}" "${@:2}"; }
 mkdir -p "$FOLDER"
-begin served_disk && draftsmith features name=served_disk data.features.source=offline --yes
+begin served_disk && draftsmith features name=served_disk data.features.source=offline
 begin served_target
 command=$(draftsmith serve --features name=served_target "${served[@]}" 2> /dev/null | grep -m 1 '^python')
 # Its words are quoted for a shell. Without a cache of prefixes the server computes the rows anew in each turn.

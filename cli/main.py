@@ -69,16 +69,10 @@ def distill(
 
 
 @app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
-def features(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Write without asking for confirmation, whatever the size.")
-    ] = False,
-) -> None:
+def features(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the target's hidden states to disk, to train without running the target; prints their size first."""
     loaded = load_recipe(recipe, overrides)
-    tell(run_features(loaded, confirmed=yes))
+    tell(run_features(loaded))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
     print_next_command("train", recipe, [*offline, "data.features.source=offline"])
 

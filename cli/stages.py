@@ -21,12 +21,10 @@ from typing import Any
 
 import typer
 from pydantic import ValidationError
-from rich.prompt import Confirm
 
 from draftsmith.cli.console import console, heading
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, check_writable, read_json
-from draftsmith.progress import is_quiet
 from draftsmith.recipes.loading import explain, first_stage, shipped_folder
 from draftsmith.recipes.run_folder import RunFolder, is_first_process, process_of_launch
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
@@ -96,11 +94,11 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     return {"conversations": report.as_json(), "tokens": asdict(tokens)}
 
 
-def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
-    """Write the target's hidden states to `features/`, after printing their size and, unless `confirmed`, asking.
+def run_features(recipe: Recipe) -> dict[str, Any]:
+    """Write the target's hidden states to `features/`, after printing their size.
 
     Raises:
-        UserError: The size was not accepted, or does not fit on the disk.
+        UserError: They do not fit on the disk.
     """
     from draftsmith.train.features.write import project_features, write_features
 
@@ -114,17 +112,6 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     if not projection.missing:
         return {**figures, "written_bytes": 0}
     projection.stored.check_disk_space(projection.missing)
-    if not confirmed and (is_quiet() or not sys.stdin.isatty()):
-        raise UserError(
-            f"nothing was written to {folder}: there is no terminal to ask whether the size is acceptable; "
-            "accept it with `draftsmith features ... --yes`"
-        )
-    try:
-        accepted = confirmed or Confirm.ask("Write them?", console=console)
-    except EOFError:
-        accepted = False
-    if not accepted:
-        raise UserError(f"nothing was written to {folder}: its size was not accepted")
     wall_time_s = write_features(recipe, projection)
     speed = projection.stored.count_tokens(projection.missing) / max(wall_time_s, 1e-9)
     written = f"wrote {bytes_text(projection.missing_bytes)} to {folder}"

@@ -44,6 +44,7 @@ REMOVED: dict[str, Removed] = {
     "drafter.options.loss=lk_alpha": Removed("use `tv`, also in the config.json of a drafter trained with it"),
     "drafter.options.loss=lk_lambda": Removed("use `kl`, also in the config.json of a drafter trained with it"),
     "eval.methods.tree=adaptive": Removed("use `tree: tuned`, the fastest tree that `draftsmith tune` finds"),
+    "features --yes": Removed("leave it out: the size is printed, and `draftsmith plan` estimates it"),
     "eval --processes": Removed("`eval` measures on one GPU; eval.limit_per_category makes it shorter"),
     "eval --engine": Removed("use `draftsmith bench RECIPE --engine NAME`, which takes the same options"),
     "compare --vary": Removed(

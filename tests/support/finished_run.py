@@ -75,7 +75,6 @@ LIGHT = {
     "tune": ["--questions", "2", "--new-tokens", "8", "--turns", "1"],
     "prove": ["--prompts", "2", "--samples", "1", "--new-tokens", "8"],
     "plan": ["--peak-tflops", "1", "--memory-gb-per-s", "1"],
-    "features": ["--yes"],
 }
 
 

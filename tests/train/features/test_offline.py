@@ -1,4 +1,4 @@
-"""Features on disk: their size is confirmed before writing, a killed run resumes, training equals online training."""
+"""Features on disk: their size is known before writing, a killed run resumes, training equals online training."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,6 @@ from support.tiny_runs import (
 from typer.testing import CliRunner
 
 from draftsmith.cli import main as cli
-from draftsmith.cli import stages
 from draftsmith.errors import UserError
 from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
@@ -47,10 +46,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def command(recipe: Recipe, *options: str) -> Any:
-    return CliRunner().invoke(cli.app, ["features", recipe_file(recipe), *options])
-
-
 # ---- before the first byte ----
 
 
@@ -64,7 +59,10 @@ def test_projected_size_equals_the_files(tmp_path: Path) -> None:
         f"{projection.stored.folder} takes 18.8 KiB = 100 tokens x 3 layers x 32 x 2 bytes; "
     )
     assert not projection.stored.folder.exists()
-    write_features(recipe, projection, progress=False)
+    written = CliRunner().invoke(cli.app, ["features", recipe_file(recipe)])
+    assert "takes 18.8 KiB" in written.stdout
+    assert "Next: draftsmith train" in written.stdout
+    assert "data.features.source=offline" in written.stdout
     written_bytes = sum(file.stat().st_size for file in projection.stored.folder.iterdir())
     assert 0 <= written_bytes - projection.total_bytes < 500 * len(LENGTHS)
     done = project_features(recipe)
@@ -82,31 +80,6 @@ def test_rows_across_a_switch_of_rope_are_refused(tmp_path: Path) -> None:
             refused(tiny_run(tmp_path, data={"features": {"source": source}, "packing": True}))
     with pytest.raises(UserError, match=r"max_model_len=17 exceeds 15: lower data.max_length_tokens"):
         server_arguments(tiny_run(tmp_path))
-
-
-def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_run(tmp_path)
-    folder = project_features(recipe).stored.folder
-    refused = command(recipe)
-    assert refused.exit_code == 2
-    assert "takes 18.8 KiB" in refused.stdout
-    assert refused.stderr == (
-        f"error: nothing was written to {folder}: there is no terminal to ask whether the size is acceptable; "
-        "accept it with `draftsmith features ... --yes`\n"
-    )
-    assert not folder.exists()
-    monkeypatch.setattr(stages, "sys", type("Terminal", (), {"stdin": type("In", (), {"isatty": lambda: True})}))
-    for answer in (False, True):
-        monkeypatch.setattr(stages.Confirm, "ask", lambda *_, answer=answer, **__: answer)
-        assert command(recipe).exit_code == (0 if answer else 2)
-        assert folder.exists() == answer
-    shutil.rmtree(folder)
-    monkeypatch.undo()
-    accepted = command(recipe, "--yes")
-    assert accepted.exit_code == 0
-    assert "Next: draftsmith train" in accepted.stdout
-    assert "data.features.source=offline" in accepted.stdout
-    assert "nothing to do" in command(recipe).stdout
 
 
 def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
