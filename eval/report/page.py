@@ -88,7 +88,7 @@ def report_values(facts: dict[str, Any]) -> dict[str, Any]:
         "verdicts": sentences.verdicts(summary, timing),
         "lossless": sentences.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
-        "target_name": text.target_name(recipe.target.model_dump()),
+        "target_name": recipe.target.gguf_file or recipe.target.display_name,
         "questions_name": ", ".join(map(set_name, recipe.eval.question_sets)),
         "command": portable(facts["command"]),
         "proof": sentences.proof_sentence(proof),

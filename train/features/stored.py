@@ -21,6 +21,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -90,8 +91,8 @@ class StoredFeatures:
         if target.device.type != "meta":
             with suppress(UserError):
                 self._norm = copy.deepcopy(final_norm(target)).cpu()
-        settings = [target_settings(recipe), weights_hash(recipe.target), layers]
-        settings += [self._chosen.dtype, self._chosen.autocast]
+        read: tuple[Any, ...] = (layers, self._chosen.dtype, self._chosen.autocast)
+        settings = [target_settings(recipe), weights_hash(recipe.target), *read]
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         self.folder = RunFolder(recipe).features / f"rows-{digest[:16]}"
 
