@@ -13,7 +13,7 @@ from support.tiny_runs import tiny_run
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target import loading
-from draftsmith.models.target.features import decoder_layers, target_features
+from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.train.processes.frozen_target import load_frozen_target
@@ -53,12 +53,7 @@ def test_target_parts_of_each_process(tmp_path: Path) -> None:
         expected = {name: tensor.double().sum().item() for name, tensor in drafter.state_dict().items()}
         for each in found:
             assert each["layer_bytes"] == share * layers_bytes
-            assert each["head"] == target.get_output_embeddings().weight.flatten().tolist()
             assert each["drafter"] == expected
-            if share:
-                frozen = load_frozen_target(recipe, torch.device("cpu"))
-                alone = target_features(frozen, torch.arange(3, 15)[None], layers=(1, 3, -1))
-                assert each["features"] == alone.flatten().tolist()
         assert [each["reads"] for each in found] == reads
 
 
