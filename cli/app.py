@@ -79,9 +79,7 @@ def print_next_steps(*measured: Recipe, source: Path | None = None, overrides: l
 
     for recipe in measured:
         root = RunFolder(recipe).root
-        console.print(
-            f"\nReport    {root / 'report.html'}  (figures by category, depth and round), and report.md", markup=False
-        )
+        console.print(f"\nReport    {root / 'report.html'}  (figures by category, depth and round)", markup=False)
         for folder in drafter_folders(recipe):
             console.print(f"Drafter   {folder}", markup=False)
     if any(recipe.target.model == "embedded" for recipe in measured):

@@ -45,7 +45,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.training_arguments import recipe_arguments
-from draftsmith.train.features.cache import check_offline_support
+from draftsmith.train.features.stored import check_offline_support
 from draftsmith.train.processes.frozen_target import options_without_layers
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by export format

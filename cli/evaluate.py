@@ -20,7 +20,7 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.engines.load_test import load_engine_measurements
 from draftsmith.eval.report import sentences
-from draftsmith.eval.report.page.page import write_report
+from draftsmith.eval.report.page import write_report
 from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.files import read_json, write_json
@@ -109,7 +109,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "summary": summary,
         "timing": timing,
         "baseline": baseline,
-        "recipe": recipe.model_dump(),
+        "recipe": recipe,
         "provenance": provenance,
         "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
         "served": load_engine_measurements(recipe),

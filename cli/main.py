@@ -85,7 +85,7 @@ def train(
 ) -> None:
     """Train the drafter.
 
-    FSDP2 and several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
+    Several machines: accelerate launch --config_file ... -m draftsmith.train.train_parallel RECIPE.
     """
     loaded = load_recipe(recipe, overrides)
     if processes > 1:
@@ -183,11 +183,10 @@ def chat(
 ) -> None:
     """Chat with the target in the terminal; accepted draft tokens are coloured, /plain switches the drafter off."""
     from draftsmith.cli.chat import chat as talk
-    from draftsmith.eval.report.text import target_name
 
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
-    heading("chat", target_name(loaded.target.model_dump()))
+    heading("chat", loaded.target.display_name)
     talk(loaded.model_copy(update={"eval": evaluation}), new_tokens)
 
 
@@ -236,14 +235,13 @@ def serve(
         _print_feature_server(recipe, overrides)
         return
     try:
-        from draftsmith.eval.report.text import target_name
         from draftsmith.serve.server import run as run_server
         from draftsmith.serve.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install -e '.[serve]' in a checkout") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
-    heading("serve", target_name(loaded.target.model_dump()))
+    heading("serve", loaded.target.display_name)
     if learn:
         from draftsmith.serve.learning import Learned, start_learning
 

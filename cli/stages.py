@@ -101,14 +101,15 @@ def run_features(recipe: Recipe) -> dict[str, Any]:
     check_writable(RunFolder(recipe).features)
     RunFolder(recipe).stages()
     projection = project_features(recipe)
+    folder = projection.stored.folder
     console.print(projection.sentence(), markup=False)
-    figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
+    figures = {"folder": str(folder), "tokens": projection.num_tokens, "bytes": projection.total_bytes}
     if not projection.missing:
         return {**figures, "written_bytes": 0}
-    projection.index.check_disk_space(projection.folder)
+    projection.stored.check_disk_space(projection.missing)
     wall_time_s = write_features(recipe, projection)
-    speed = sum(shard.tokens for shard in projection.missing) / max(wall_time_s, 1e-9)
-    written = f"wrote {bytes_text(projection.missing_bytes)} to {projection.folder}"
+    speed = projection.stored.count_tokens(projection.missing) / max(wall_time_s, 1e-9)
+    written = f"wrote {bytes_text(projection.missing_bytes)} to {folder}"
     console.print(f"{written} in {wall_time_s:.0f} s, {speed:,.0f} tokens/s", markup=False)
     if is_first_process():
         RunFolder(recipe).record("features")

@@ -1,10 +1,9 @@
 """Loading of recipes: YAML, `extends`, dotted overrides, validation; errors name the file and the key.
 
-`extends: NAME` starts from another file's values. Mappings merge key by key, in the order of that file, with a new key
-after the key that precedes it; lists and scalars replace. `null` removes an inherited key, so that its default applies.
-A changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
-extended: they need no `name`. The override `drafter.kind` also drops `drafter.init`, and is added to the run's name.
-`{kind}` in the name of a method stands for `drafter.kind`.
+`extends: NAME` starts from another file's values. Mappings merge key by key; lists and scalars replace. `null` removes
+an inherited key, so that its default applies. A changed `kind` or `engine` drops the `options` next to it, which belong
+to the old one. Files in `base/` are only extended: they need no `name`. The override `drafter.kind` also drops
+`drafter.init`, and is added to the run's name. `{kind}` in the name of a method stands for `drafter.kind`.
 
 A recipe named by `drafter.init`, alone or with overrides (`quickstart drafter.kind=eagle`), is the first stage of a
 training in two stages. It has its own drafter and training; target, data, seed and `runs_dir` are those of the recipe
@@ -145,19 +144,14 @@ def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
     merged = dict(parent)
     if any(key in parent and key in child and child[key] != parent[key] for key in ("kind", "engine")):
         merged.pop("options", None)
-    order, removed = list(merged), set()
-    place = 0  # in `order`, of the next new key
     for key, value in child.items():
-        if key in merged:
-            place = order.index(key) + 1
-        else:
-            order.insert(place, key)
-            place += 1
         if value is None and merged.get(key) is not None:
-            removed.add(key)
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return {key: merged[key] for key in order if key not in removed}
+            del merged[key]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _locate(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:

@@ -242,32 +242,21 @@ def target_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
-    """Check the settings against a file in JSON, if it exists; see `check_same_settings`.
-
-    Raises:
-        UserError: The file is damaged, or has other settings.
-    """
-    if not file.is_file():
-        return
-    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {advice}")
-    check_same_settings(file.parent, drop_unset(earlier), settings, advice, may_decrease)
-
-
-def check_same_settings(
-    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()
-) -> None:
-    """Check that the settings are those that a folder's content was made with.
+    """Check the settings against those that a folder's content was made with, if these are stored.
 
     Args:
-        folder: The folder, for the message.
-        earlier: The folder's settings, as read from JSON.
+        file: The folder's settings in JSON.
         settings: The settings now, by recipe key or by section.
         advice: Verb phrase for the message: what to do after deleting the folder, such as `train again`.
         may_decrease: Keys of numbers that may be lower now.
 
     Raises:
-        UserError: The settings differ; the message has the first differing key with both values, and the other keys.
+        UserError: The file is damaged, or the settings differ; the message has the first differing key with both
+            values, and the other keys.
     """
+    if not file.is_file():
+        return
+    earlier = drop_unset(read_json(file, dict[str, Any], f"delete the folder {file.parent} to {advice}"))
     old, new = _flat(earlier), _flat(json.loads(json.dumps(settings)))
     decreased = {key for key in may_decrease if key in old and key in new and new[key] < old[key]}
     other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in decreased]
@@ -275,8 +264,8 @@ def check_same_settings(
         first, *more = other
         too = f" ({', '.join(more)} changed too)" if more else ""
         raise UserError(
-            f"{folder} was started with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore the "
-            f"key, give the recipe another `name`, or delete that folder to {advice}"
+            f"{file.parent} was started with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore "
+            f"the key, give the recipe another `name`, or delete that folder to {advice}"
         )
 
 

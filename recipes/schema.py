@@ -62,7 +62,8 @@ class TargetRecipe(Section):
     @property
     def display_name(self) -> str:
         """Return the target's name for publishing: the Hub id, or only the last part of a local folder's path."""
-        return Path(self.model).name if Path(self.model).is_dir() else self.model
+        path = Path(self.model)
+        return path.name if path.is_dir() or path.is_absolute() else self.model
 
 
 class DistillRecipe(Section):

@@ -1,5 +1,5 @@
 """Training: `train_parallel.py` trains a recipe's drafter.
 
 Read `drafter` (the stage, the Trainer), `features` (the target's hidden states from disk or from servers), `processes`
-(DDP and FSDP2), `plan` (memory, disk and time that a training will need). Imports `data` and `models`.
+(DDP), `plan` (memory, disk and time that a training will need). Imports `data` and `models`.
 """

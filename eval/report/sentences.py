@@ -1,11 +1,10 @@
-"""The report's sentences, which both of its forms and the terminal use, and the terminal's table."""
+"""Sentences of the report and of the terminal, and the terminal's table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import (
     OVERALL,
     Row,
@@ -19,34 +18,12 @@ from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity
 
 EMBEDDED = "embedded"  # target.model of the model that ships
 
-TAU_DEFINITION = (
-    "tau = mean tokens committed per round, including the one token that the target itself contributes; "
-    "without that bonus token the figure is tau_without_bonus"
-)
-
-SPEEDUP_DEFINITION = (
-    "speedup = tokens per second (all tokens / all seconds), divided by the baseline's; by question: the mean of the "
-    "questions' tokens per second, divided by the baseline's, as in Spec-Bench, whose script counts fewer tokens of "
-    "the baseline (docs/concepts/metrics.md); tau by question: the mean of the questions' tau"
-)
-
-TASKS_MEANING = (
-    "The figures are means over tasks of each task's pooled figure, so that all tasks have equal weight, however long "
-    "their answers are; methods are ordered and chosen by them. The pooled figures of all questions are also shown"
-)
-
 LENIENCE_WARNING = (
     f"Rows marked {NOT_LOSSLESS!r} were measured with lenience below 1 (arXiv 2211.17192, A.5): their answers do not "
     "have the target's distribution, and their speedup was bought with that."
 )
 
-
-BASELINE_MEANING = (
-    "the baseline's step reads A of B GB/s: A is the bytes of the target's weights divided by the time of its step "
-    "(t_target_step), B the speed of a plain read of as many bytes on this machine between the questions"
-)
 SLOW_SHARE = 0.7  # below it the report warns that the speedup is partly due to a slow baseline
-CACHED_SHARE = 1.25  # above it the weights come out of the processor's cache
 GIGABYTE = 1e9
 
 WHY = (
@@ -59,14 +36,6 @@ EMBEDDED_MEANING = (
     "weights: counted in bytes read, a parallel draft costs 0.05 to 0.3 of a step, and checking it "
     "little more than one"
 )
-
-TERMS = {
-    "autoregressive": "the target alone, one token a step: the baseline",
-    "chain": "one draft token for each depth, checked together; the first wrong one ends the round",
-    "tree": "several draft tokens for a depth, all checked in one forward; the longest right path counts",
-    "lookup": "the tree also has what followed the same tokens earlier in the text",
-    "T = 0": "greedy: always the likeliest token; at T = 1 tokens are sampled from the target's distribution",
-}
 
 FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain shown", "SLOWER", "too few questions"
 # Classes of the page's style sheet.
@@ -191,13 +160,6 @@ def baseline_sentences(baseline: list[Row]) -> list[str]:
                 " Part of any speedup here is due to a slow baseline: compared with a step at the speed of a plain "
                 "read the speedup would be smaller."
             )
-        if 1 < row["share"] <= CACHED_SHARE:
-            sentence += " More than 100 %: a part of the weights is still in the processor's cache at the next step."
-        if row["share"] > CACHED_SHARE:
-            sentence += (
-                " The processor's cache holds the target, so arithmetic is the limit: each further row of a draft tree "
-                "costs nearly as much as the first, and a speedup is smaller than for a larger target."
-            )
         sentences.append(sentence)
     return sentences
 
@@ -222,43 +184,6 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
         f"{lowest:.3f} (a test fails below {proof['significance']:.0e}); verifier by enumeration: error "
         f"{proof['enumeration_error']:.0e}." + (f" Not lossless, left out: {', '.join(left_out)}." if left_out else "")
     )
-
-
-def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) -> list[str]:
-    """Return advice on how to get a larger speedup or a better measurement, from the figures."""
-    steps = []
-    if recipe["target"]["model"] == EMBEDDED:
-        steps.append("`draftsmith demo` speeds up a chat model; docs/guides/train.md shows how to train for your own.")
-    drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
-    if drafted:
-        at_lowest = next(iter(by_temperature(drafted).values()))
-        best = max(at_lowest, key=lambda row: row["speedup_with_prefill"])
-        first = best["acceptance_by_depth"][:1]
-        if not first or first[0] < 0.6:
-            share = f"{first[0]:.0%}" if first else "none"
-            steps.append(
-                f"The first draft token is accepted in {share} of the rounds of {best['method']}: train on more "
-                "conversations (data.conversations.limit) or for longer (train.num_train_epochs)."
-            )
-        if best["cost_ratio"] > 0.35:
-            steps.append(
-                f"Drafting costs {best['cost_ratio']:.2f} steps of the target: use fewer drafter layers or masks, or a "
-                "larger target."
-            )
-        if best["loop_efficiency"] < 0.85:
-            steps.append(
-                f"{1 - best['loop_efficiency']:.0%} of the possible speedup is lost outside the models: measure on an "
-                "idle machine, or with fewer threads (OMP_NUM_THREADS)."
-            )
-    if recipe["eval"]["runs"] < 3:
-        steps.append("Set eval.runs=3 or more, to see how much the speedup varies from run to run.")
-    if any(row["greedy_identical"] is False and not only_ties(row) for row in summary):
-        steps.append(
-            "Greedy answers differ, and not only at numerical ties: `draftsmith prove` shows where, and "
-            "target.dtype=float64 whether rounding is the cause."
-        )
-    steps.append("Try other tree shapes (eval.methods) under another recipe name; the drafter needs no new training.")
-    return steps
 
 
 def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:

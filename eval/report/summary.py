@@ -370,20 +370,25 @@ def evaluation_figures(
             by_category[row["category"]] = {key: row[key] for key in CATEGORY_FIGURES}
     for row in timing:
         rows[method_key(row)]["timing"] = row
-    methods = {}
-    for method in recipe.eval.methods:
-        methods[method.name] = method.model_dump(exclude_defaults=True, exclude={"name"})
-        if method.drafter is not None:  # the last two parts of a folder, which are equal on all machines
-            methods[method.name]["drafter"] = "/".join(Path(method.drafter).parts[-2:])
     return {
         "recipe": recipe.name,
         "target": recipe.target.gguf_file or recipe.target.model,
         "dtype": recipe.target.dtype,
         "asked": questions,
         "settings": recipe.eval.model_dump(include={"questions", "max_new_tokens", "runs", "stop", "top_k", "top_p"}),
-        "methods": methods,
+        "methods": method_settings(recipe),
         "rows": rows,
         "over_seeds": {method_key(row): row for row in seed_spread(summary)},
         "proof": proof,
         "baseline": baseline,
     }
+
+
+def method_settings(recipe: Recipe) -> dict[str, Row]:
+    """Return the settings of each method that are not the defaults, by name, without folders of this machine."""
+    methods = {}
+    for method in recipe.eval.methods:
+        methods[method.name] = method.model_dump(exclude_defaults=True, exclude={"name"})
+        if method.drafter is not None:  # the last two parts of a folder, which are equal on all machines
+            methods[method.name]["drafter"] = "/".join(Path(method.drafter).parts[-2:])
+    return methods

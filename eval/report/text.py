@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
+
+from draftsmith.hub import hub_id
 
 NOT_LOSSLESS = "not lossless"  # a method with lenience
 
@@ -43,27 +44,9 @@ def only_ties(row: dict[str, Any]) -> bool:
     return bool(row["different_answers"] == row["numerical_ties"])
 
 
-def escaped(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
-    return re.sub(r"([\\`*\[\]<>|~$&]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-
-def target_name(target: dict[str, Any]) -> str:
-    """Return the name of a recipe's target: its GGUF file, the last part of its folder, or its Hub id."""
-    if target["gguf_file"]:
-        return Path(target["gguf_file"]).name
-    return place_name(target["model"])
-
-
-def place_name(source: str) -> str:
-    """Return the last part of a local path; Hub ids unchanged."""
-    is_path = source.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[/\\]", source)
-    if is_path or source.count("/") > 1 or Path(source).suffix in (".jsonl", ".json"):
-        return Path(source).name
-    return source
-
-
 def drafter_name(folder: str) -> str:
     """Return a drafter's name: its run's, else its folder's, or its Hub id."""
     path = Path(folder)
-    return path.parent.name if path.name == "drafter" and path.parent.name else place_name(folder)
+    if path.name == "drafter" and path.parent.name:
+        return path.parent.name
+    return folder if hub_id(folder) is not None else path.name

@@ -9,9 +9,9 @@ Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelle
 (`feature_layers` times D), V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,6 @@ from draftsmith.models.loss import (
 from draftsmith.models.target.architectures import logit_shape
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 
-# Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with its own
-# weights split among processes (FSDP2).
-TrainingMode = Literal["offline", "split_weights"]
-
 
 class Drafter(DraftHeads):
     """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
@@ -48,8 +44,8 @@ class Drafter(DraftHeads):
     base_model_prefix = "drafter"
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
-    # Ways of training that the kind does not support, with the reason for the user.
-    unsupported: ClassVar[Mapping[TrainingMode, str]] = {}
+    # Why the kind cannot be trained on features from disk or from servers, for the user.
+    offline_obstacle: ClassVar[str | None] = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -87,10 +87,7 @@ class Medusa2Drafter(MedusaDrafter):
     """Medusa-2's drafter q: Medusa's heads, and a LoRA in the target that is trained with them."""
 
     config_class = Medusa2Config
-    unsupported = {  # noqa: RUF012
-        "offline": "it changes the target while it trains, so that features from disk would be the old target's",
-        "split_weights": "its LoRA is inside the target, which runs outside the forward that gathers split weights",
-    }
+    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -48,9 +48,7 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
     """PaSS's drafter q: the target's own layers. Its only parameters are T look-ahead embeddings, `masks` [T, D]."""
 
     config_class = PassEmbeddingsConfig
-    unsupported = {  # noqa: RUF012
-        "offline": "it reads no features: its own forward runs the target's layers",
-    }
+    offline_obstacle = "it reads no features: its own forward runs the target's layers"
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.target_config, config.target_config.get("num_hidden_layers", 1))

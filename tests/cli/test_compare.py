@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from support.finished_run import FinishedRun
 from support.tiny_runs import recipe_file
 from typer.testing import CliRunner
@@ -120,11 +121,11 @@ def test_compare_command_end_to_end(finished: FinishedRun) -> None:
     assert first.fingerprint() == other.fingerprint()
     drafters = [str(runs / name / "drafter") for name in ("run", "second")]
     assert [line.split()[1] for line in result.stderr.splitlines() if line.startswith("Drafter ")] == drafters
-    report = (runs / "table" / "report.md").read_text()
-    assert "with parallel and medusa drafters\n" in report.splitlines(keepends=True)[0]
+    report = (runs / "table" / "report.html").read_text()
+    assert "with parallel and medusa drafters" in report
     # Without local folders, which readers of the report do not have.
-    assert f"    draftsmith {portable(shlex.join(command))}\n" in report
+    assert f"<pre>draftsmith {escape(portable(shlex.join(command)))}</pre>" in report
     assert str(finished.folder) not in report
     again = CliRunner().invoke(app, ["report", str(runs / "table" / "recipe.yaml")])
     assert again.exit_code == 0, again.output
-    assert (runs / "table" / "report.md").read_text() == report
+    assert (runs / "table" / "report.html").read_text() == report

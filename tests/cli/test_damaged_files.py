@@ -12,7 +12,7 @@ FORM, NO_JSON = b'{"x": {}}', b"\x89PNG\xff"
         ("drafter/config.json", "prove", FORM), ("drafter/settings.json", "train", FORM),
         ("drafter/training.json", "eval", FORM), ("eval/settings.json", "report", FORM),
         ("eval/notes.json", "report", FORM), ("eval/proof.json", "eval", FORM),
-        ("features/index.json", "features", FORM), ("provenance.json", "report", NO_JSON),
+        ("provenance.json", "report", NO_JSON),
         ("drafter/training.json", "train", NO_JSON), ("eval/settings.json", "eval", NO_JSON),
     ],
 )  # fmt: skip

@@ -21,9 +21,9 @@ from draftsmith.results import RESULT_KEYS
 
 def test_results_of_an_evaluation(finished: FinishedRun) -> None:
     folder = RunFolder(load_recipe(finished.recipe))
-    report = (folder.root / "report.md").read_text()
-    assert "## Is it lossless?\n\nProved: " in report
-    assert "The baseline's step reads " in report
+    report = (folder.root / "report.html").read_text()
+    assert "<p>Proved: " in report
+    assert "baseline&#39;s step reads " in report
     timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
     result = json.loads((folder.eval / "result.json").read_text())
     assert tuple(result) == RESULT_KEYS

@@ -19,7 +19,7 @@ ORDER = [
     *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
-    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],
+    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report"],
     *["eval/engines", "eval", "serve", "cli"],
 ]
 # These may import less than the order allows: themselves and the named folders (`*`: with all subfolders).

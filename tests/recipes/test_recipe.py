@@ -166,7 +166,7 @@ def test_extends_merges_key_by_key_and_overrides_come_last(tmp_path: Path) -> No
     file = write_files(tmp_path, grandparent=grandparent, child=child)
     recipe = load_recipe(file, ["train.d=41", "eval.runs=1"])
     assert (recipe.name, recipe.seed, recipe.extends) == ("child", 3, None)
-    assert list(recipe.train.items()) == [("a", 1), ("b", 20), ("new", 6), ("e", 5), ("d", 41)]
+    assert list(recipe.train.items()) == [("a", 1), ("b", 20), ("d", 41), ("e", 5), ("new", 6)]
     assert (recipe.target.dtype, recipe.target.gguf_file) == ("float16", None)
     assert (recipe.eval.temperatures, recipe.eval.runs) == ([0.5], 1)
     assert "extends" not in recipe.model_dump()

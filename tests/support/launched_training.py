@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from support.places import ROOT
 from support.tiny_runs import recipe_file
 from transformers import TrainerCallback
@@ -23,17 +22,9 @@ from transformers import TrainerCallback
 from draftsmith.recipes.schema import Recipe
 
 SCRIPT = ROOT / "train" / "train_parallel.py"
-SHIPPED = ROOT / "recipes" / "accelerate"
+CPU_X2 = ROOT / "recipes" / "accelerate" / "cpu_x2.yaml"
 SIGNALS = "TEST_SIGNALS"  # {rank: [step, name]}
 NOT_LEFT = "the interpreter ends while its process group is there"
-
-
-def config_for_two_cpus(name: str, folder: Path) -> Path:
-    """Write a shipped configuration changed to run on two CPUs."""
-    values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
-    file = folder / f"launch-{name}.yaml"
-    file.write_text(yaml.safe_dump({**values, "num_processes": 2, "use_cpu": True}), encoding="utf-8")
-    return file
 
 
 def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:

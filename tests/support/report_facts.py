@@ -72,7 +72,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "summary": summary,
         "timing": TIMING,
-        "recipe": Recipe(name="demo").model_dump(),
+        "recipe": Recipe(name="demo"),
         "provenance": {
             "machine": machine,
             "versions": {"torch": "2.13.0"},
@@ -179,7 +179,7 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
     return facts(summary) | {
         "timing": summarize_timing(records),
         "questions": len(records),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe,
         "records": records,
         "trained": {"other": TrainReport(steps=50, history=history, tokens=12345, wall_time_s=60.0, batch_size=4)},
         "data_card": DataCard(

@@ -1,8 +1,7 @@
 """Choice of the checkpoint to resume from: the newest complete one. Incomplete ones are moved aside and reported.
 
-A checkpoint's `manifest.json` is written last. It has the size or, for small files, the hash of each file, the number
-of processes and the kind of launch. So a checkpoint is complete if its files match its manifest, whether the Trainer
-or FSDP2 wrote it.
+A checkpoint's `manifest.json` is written last. It has the size or, for small files, the hash of each file, and the
+number of processes. So a checkpoint is complete if its files match its manifest.
 """
 
 import hashlib
@@ -10,12 +9,12 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_atomically
-from draftsmith.train.processes.launch import Launch, Strategy
 
+# What `Manifest.launch` may say: earlier releases split the weights of others.
+LAUNCHES = ("one process", "DDP")
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 DAMAGED = "damaged-"
 # Larger files are checked by their size alone, as reading them again would keep training waiting.
@@ -26,9 +25,9 @@ HASHED_BYTES = 1 << 20
 class Manifest:
     """Content of `manifest.json`. files: fingerprint of each file, by its path in the checkpoint."""
 
-    launch: str
     processes: int
     files: dict[str, str]
+    launch: str = "DDP"
 
 
 def _fingerprint(file: Path) -> str:
@@ -37,11 +36,10 @@ def _fingerprint(file: Path) -> str:
     return f"{size} bytes" if size > HASHED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def write_manifest(checkpoint: Path, launch: Launch) -> None:
+def write_manifest(checkpoint: Path, processes: int) -> None:
     """Write `manifest.json` with the checkpoint's files; call it when all processes have written theirs."""
     files = {str(path.relative_to(checkpoint)): _fingerprint(path) for path in checkpoint.rglob("*") if path.is_file()}
-    manifest = Manifest(launch.strategy, launch.processes, files)
-    write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    write_atomically(checkpoint / MANIFEST, json.dumps(asdict(Manifest(processes, files)), indent=1) + "\n")
 
 
 def describe_damage(checkpoint: Path) -> str | None:
@@ -79,27 +77,22 @@ def set_damaged_aside(folder: Path) -> list[str]:
     return sentences
 
 
-def check_same_launch(checkpoint: Path, launch: Launch) -> None:
-    """Check that a checkpoint was written with this launch's processes and strategy, so that resuming is exact.
+def check_same_launch(checkpoint: Path, processes: int) -> None:
+    """Check that a checkpoint was written by this number of processes, so that resuming is exact.
 
     Raises:
-        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
-            model.
+        UserError: The checkpoint was written by another number of processes, or has a model that was split among them.
     """
     written = read_json(checkpoint / MANIFEST, Manifest, "")
-    processes, restart = written.processes, f"delete {checkpoint.parent} to train from scratch"
-    if processes != launch.processes:
-        are = f"are {launch.processes}" if launch.processes > 1 else "is one"
+    earlier, restart = written.processes, f"delete {checkpoint.parent} to train from scratch"
+    if earlier != processes:
+        are = f"are {processes}" if processes > 1 else "is one"
         raise UserError(
-            f"{checkpoint} was written by {processes} process{'es' * (processes > 1)} and there {are} now: training "
-            f"resumes exactly with the same number only, so launch {processes} again, or {restart}"
+            f"{checkpoint} was written by {earlier} process{'es' * (earlier > 1)} and there {are} now: training "
+            f"resumes exactly with the same number only, so launch {earlier} again, or {restart}"
         )
-    if written.launch != launch.strategy:
-        # What an earlier release launched may have been removed since.
-        again = "launch it as before, or " if written.launch in get_args(Strategy) else ""
-        raise UserError(
-            f"{checkpoint} was written under {written.launch}, which {launch.strategy} cannot read: {again}{restart}"
-        )
+    if written.launch not in LAUNCHES:
+        raise UserError(f"{checkpoint} was written under {written.launch}, which is not supported any more: {restart}")
 
 
 def _newest_first(folder: Path) -> list[Path]:

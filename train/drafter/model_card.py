@@ -21,6 +21,7 @@ import yaml
 from draftsmith.data.sources.files import JSON_SUFFIXES, TABLE_SUFFIXES
 from draftsmith.errors import masked
 from draftsmith.files import write_atomically
+from draftsmith.hub import hub_id
 from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, as_distilled
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
@@ -120,12 +121,8 @@ def front_matter(recipe: Recipe, publication: Publication | None = None) -> dict
 
 
 def _is_hub_id(name: str) -> bool:
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not any(suffix in name for suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES))
-        and not Path(name).exists()
-    )
+    is_file = any(suffix in name for suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES)) or Path(name).exists()
+    return hub_id(name) is not None and not is_file
 
 
 def _public(name: str) -> str:

@@ -82,7 +82,7 @@ class Fp32Muon(torch.optim.Muon):
 class MuonWithAdamW(Optimizer):
     """Optimizer that updates some parameter groups by Muon and the others by AdamW, with a common state.
 
-    Schedulers, checkpoints and FSDP2 see an ordinary optimizer. A group with the key `momentum` is Muon's.
+    Schedulers and checkpoints see an ordinary optimizer. A group with the key `momentum` is Muon's.
 
     Args:
         adamw_groups: Parameter groups of a `torch.optim.AdamW`, with all their settings.
@@ -105,7 +105,7 @@ class MuonWithAdamW(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update all parameters once from their gradients."""
-        self._share()  # loading a checkpoint and FSDP2 replace groups and state
+        self._share()  # loading a checkpoint replaces groups and state
         loss = self._adamw.step(closure)
         self._muon.step()
         return loss

@@ -37,10 +37,9 @@ from draftsmith.data.tokens.loss_mask import runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.checks import keeps_documents_apart
-from draftsmith.train.features.cache import FeatureCache
-from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.stored import StoredFeatures
 
-# The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
+# The column of a dataset that says which rows of the stored features, in this order, its row is made of.
 ROWS_COLUMN = "feature_rows"
 HASHED_BYTES = 8
 # Key of a batch whose features could not be had: the sentence for the user.
@@ -121,7 +120,7 @@ def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Dataset of packed rows, joined on access; `ROWS_COLUMN` has the examples' row numbers in the feature cache.
+    """Dataset of packed rows, joined on access; `ROWS_COLUMN` has the numbers of the examples' rows of features.
 
     Args:
         tokens: Examples as `split_rows` returns them.
@@ -182,10 +181,10 @@ def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class FeatureCollator:
-    """Collator like `collate_right_padded` that also reads `features` [B, S, F] from the cache; zeros at padding."""
+    """Collator like `collate_right_padded` that also reads the stored `features` [B, S, F]; zeros at padding."""
 
-    def __init__(self, cache: FeatureCache | ServedFeatures) -> None:
-        self._cache = cache
+    def __init__(self, stored: StoredFeatures) -> None:
+        self._stored = stored
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate_right_padded(rows)
@@ -195,10 +194,10 @@ class FeatureCollator:
             return {**collate_right_padded([]), ERROR: str(error)}
 
     def _features(self, rows: list[dict[str, Any]], input_ids_bs: Tensor) -> Tensor:
-        features = torch.zeros(*input_ids_bs.shape, self._cache.width, dtype=self._cache.dtype)
-        self._cache.ask([number for row in rows for number in row[ROWS_COLUMN]])
+        features = torch.zeros(*input_ids_bs.shape, self._stored.width, dtype=self._stored.dtype)
+        self._stored.ask([number for row in rows for number in row[ROWS_COLUMN]])
         for place, row in enumerate(rows):
-            self._cache.read(row[ROWS_COLUMN], features[place])
+            self._stored.read(row[ROWS_COLUMN], features[place])
         return features
 
 

@@ -49,15 +49,10 @@ from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
-from draftsmith.train.features.cache import FeatureCache, check_offline_support, open_features
-from draftsmith.train.features.served import ServedFeatures, open_served
-from draftsmith.train.processes.frozen_target import (
-    drafter_options,
-    load_frozen_target,
-    outside_the_launch,
-    sync_models,
-)
-from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
+from draftsmith.train.features.served import open_features
+from draftsmith.train.features.stored import check_offline_support
+from draftsmith.train.processes.frozen_target import drafter_options, load_frozen_target, move_models
+from draftsmith.train.processes.launch import errors_in_sentences
 
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
@@ -85,8 +80,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     run = RunFolder(recipe)
     args = recipe_arguments(recipe)
     online = recipe.data.features.source == "online"
-    launch = detect_launch(args)
-    check_launch(recipe, args, launch)
     if not online:
         check_offline_support(recipe)
     tokens = load_tokens(run)
@@ -96,16 +89,14 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             f"key `train.eval_strategy`: {args.eval_strategy.value} needs held-out examples: hold some out of "
             "training with data.eval_rows_frac=0.02"
         )
-    with outside_the_launch():
-        begun_from = start_folder(recipe)
+    begun_from = start_folder(recipe)
     settings, started = _settings(recipe, tokens, begun_from), run.drafter / STARTED_FILE
     check_settings(started, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
 
-    with outside_the_launch():
-        target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
+    target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
     if online and not is_known(target.config.get_text_config()):
         check_logits(target)
     rows: Dataset | PackedRows = to_train
@@ -113,13 +104,9 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         if online:  # elsewhere no document is computed
             check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
-    cache: FeatureCache | ServedFeatures | None = None
-    if recipe.data.features.source == "offline":
-        cache = open_features(recipe, settings["data (its tokens)"], drafter)
-    elif not online:
-        cache = open_served(recipe, tokens, settings["data (its tokens)"], target, required_layers(drafter))
+    stored = None if online else open_features(recipe, tokens, target, required_layers(drafter))
     stop = StopOnInterrupt()
-    trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
+    trainer = DrafterTrainer(drafter, target, args, rows, stored, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
     if recipe.validation.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.validation.patience))
@@ -135,7 +122,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             print(f"{recipe.name}: {start_sentence(start)}")
         elif drafter.vocab_coverage is not None:
             print(f"{recipe.name}: {drafter.vocab_coverage.sentence()}")
-    checkpoint = _find_checkpoint(trainer, launch)
+    checkpoint = _find_checkpoint(trainer)
     finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
     try:
         if finished is not None:
@@ -153,8 +140,6 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         raise AssertionError("the target is frozen, yet it got a gradient")
     _save(trainer, run.drafter, settings, start)
     if trainer.is_world_process_zero():
-        if isinstance(cache, ServedFeatures):
-            cache.finish()
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
         stop.raise_interrupt()
@@ -164,13 +149,13 @@ def train_drafter(recipe: Recipe) -> TrainReport:
 def _target_and_drafter(
     recipe: Recipe, args: TrainingArguments, to_train: Dataset, begun_from: Path | None
 ) -> tuple[PreTrainedModel, Drafter, Start | None]:
-    """Return the frozen target and the new drafter, the same in all processes, on this process's device."""
+    """Return the frozen target and the new drafter on this process's device; DDP copies the first one's weights."""
     target = load_frozen_target(recipe, args.device)
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, drafter_options(recipe))
     drafter.prepare_draft_vocab(to_train)
     start = None if begun_from is None else start_from(drafter, begun_from, str(recipe.drafter.init))
-    sync_models(recipe, target, drafter, args.device)
+    move_models(recipe, target, drafter, args.device)
     return target, drafter, start
 
 
@@ -210,12 +195,11 @@ def _check_free_space(folder: Path, drafter: Drafter) -> None:
         )
 
 
-def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
+def _find_checkpoint(trainer: DrafterTrainer) -> Path | None:
     """Return the checkpoint to resume from, the same in all processes; say which it is, and which are damaged.
 
     Raises:
-        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
-            model.
+        UserError: The checkpoint was written by another number of processes, or has a model that was split among them.
     """
     folder = Path(trainer.args.output_dir)
     if trainer.is_world_process_zero():
@@ -225,7 +209,7 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return None
-    check_same_launch(checkpoint, launch)
+    check_same_launch(checkpoint, trainer.args.world_size)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
     return checkpoint

@@ -1,6 +1,6 @@
 """`transformers.Trainer` for drafters, with the loss and accuracy of every depth in the log.
 
-The target's features are computed in the same step, or read from disk (`cache.py`) or from servers (`served.py`).
+The target's features are computed in the same step, or read from disk (`stored.py`) or from servers (`served.py`).
 
 Shapes: B batch, S sequence, D hidden, F features, G depths.
 """
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
@@ -58,10 +56,7 @@ from draftsmith.train.drafter.rows import (
 )
 from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining, TrainingBar
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
-from draftsmith.train.features.cache import FeatureCache
-from draftsmith.train.features.served import ServedFeatures
-from draftsmith.train.processes.launch import detect_launch
-from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, whole_weights
+from draftsmith.train.features.stored import StoredFeatures
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
@@ -126,8 +121,8 @@ class Progress(TrainerCallback, ExportableState):
 class DrafterTrainer(Trainer):
     """Trainer of a drafter on the features that its target computes in the same step (online: nothing on disk).
 
-    `dataset` has the examples, or packed rows of them. With a `cache` the features are read from it, by the numbers in
-    the dataset's `ROWS_COLUMN`, and the target does not run.
+    `dataset` has the examples, or packed rows of them. With `stored` features these are read, by the numbers in the
+    dataset's `ROWS_COLUMN`, and the target does not run.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
 
@@ -144,14 +139,13 @@ class DrafterTrainer(Trainer):
         target: PreTrainedModel,
         args: DrafterTrainingArguments,
         dataset: Dataset | PackedRows,
-        cache: FeatureCache | ServedFeatures | None = None,
+        stored: StoredFeatures | None = None,
         eval_dataset: Dataset | None = None,
         autocast_target: bool = False,
         **kwargs: Any,
     ) -> None:
-        collator: Any = collate_right_padded if cache is None else FeatureCollator(cache)
-        self._servers = cache.urls if isinstance(cache, ServedFeatures) else []
-        self._launch = detect_launch(args)
+        collator: Any = collate_right_padded if stored is None else FeatureCollator(stored)
+        self._servers = [] if stored is None else stored.urls
         super().__init__(drafter, args, collator, train_dataset=dataset, eval_dataset=eval_dataset, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
         # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
@@ -164,11 +158,6 @@ class DrafterTrainer(Trainer):
             self.add_callback(ShownTraining())
         if not is_quiet() and sys.stderr.isatty():
             self.add_callback(TrainingBar())
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self._launch.strategy == "FSDP2":
-            set_up_fsdp(self)
 
     def get_train_dataloader(self) -> DataLoader:
         return even_out(super().get_train_dataloader())
@@ -266,18 +255,15 @@ class DrafterTrainer(Trainer):
                 features, teacher = split_features(self._drafter, inputs["features"].to(self._target.dtype))
             else:
                 features, teacher = self._drafter.training_features(self._target, ids, positions, mask)
-        # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
-        half = self.args.bf16 and self._launch.strategy == "FSDP2"
-        with torch.autocast(device_type, dtype=torch.bfloat16) if half else nullcontext():
-            return model(
-                ids,
-                features,
-                inputs["loss_mask"],
-                position_ids=positions,
-                teacher_features=teacher,
-                label_counts=label_counts,
-                groups=inputs.get("groups"),
-            )
+        return model(
+            ids,
+            features,
+            inputs["loss_mask"],
+            position_ids=positions,
+            teacher_features=teacher,
+            label_counts=label_counts,
+            groups=inputs.get("groups"),
+        )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm over all processes, which thus stop together.
@@ -288,11 +274,10 @@ class DrafterTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is None or self.args.fp16:  # whose scaler skips steps with an infinite gradient
             return norm
-        whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(whole):
+        if not math.isfinite(norm):
             raise UserError(
                 f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
-                f"{whole}), and the step was not saved: lower train.learning_rate or train.max_grad_norm, and "
+                f"{float(norm)}), and the step was not saved: lower train.learning_rate or train.max_grad_norm, and "
                 "train under another `name`"
             )
         return norm
@@ -310,12 +295,7 @@ class DrafterTrainer(Trainer):
             self.progress.add(int(counts[1]), float(counts[0]), counts[2:].view(4, -1))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # A checkpoint has what the launch's own way of saving writes; what training ends with is one whole file.
-        weights = None if _internal_call else whole_weights(self, self._launch)
-        if weights is None:
-            super().save_model(output_dir, _internal_call)
-        elif self.is_world_process_zero():
-            self._save(output_dir, state_dict=weights)
+        super().save_model(output_dir, _internal_call)
         if self.is_world_process_zero():
             share_as_usual(Path(output_dir or self.args.output_dir))
 
@@ -328,7 +308,7 @@ class DrafterTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            write_manifest(checkpoint, self._launch)
+            write_manifest(checkpoint, self.args.world_size)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 
@@ -392,10 +372,7 @@ class DrafterTrainer(Trainer):
                     f"{checkpoint}, which holds the best weights by validation, is missing: restore it, or set "
                     "validation.keep=last"
                 )
-        if self._launch.strategy == "FSDP2":
-            load_whole_weights(self.model, checkpoint)
-        else:
-            self._load_from_checkpoint(str(checkpoint))
+        self._load_from_checkpoint(str(checkpoint))
 
     @property
     def best_step(self) -> int | None:

@@ -10,16 +10,13 @@ start each server is checked on one row: its most likely tokens must be those of
 states. If a server cannot answer, the request is repeated for `timeout_s`, at each server in turn; then training stops,
 and the same command resumes it. No row is ever skipped or replaced.
 
-With `keep` the rows are written into the run's feature files as they come (`cache.py`). Later epochs, and trainings
-with `source: offline`, read them; `draftsmith features` fills these files before the training. Rows whose answers were
-distilled with `data.distill.features` are stored from the start (`data/engines/answer_features.py`).
+With `keep` the rows are stored in the run's folder as they come (`stored.py`). Later epochs, and trainings with
+`source: offline`, read them; `draftsmith features` stores them before the training. Rows whose answers were distilled
+with `data.distill.features` are stored from the start (`data/engines/answer_features.py`).
 
-Shapes: S tokens of a row, L served layers, D hidden, F = D times the number of layers that the drafter reads.
+Shapes: S tokens of a row, L layers, D hidden.
 """
 
-import hashlib
-import json
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,21 +26,16 @@ from typing import Any
 import httpx2
 import torch
 from datasets import Dataset
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.engines.answer_features import Unavailable, await_file, row_file
 from draftsmith.data.engines.engine import SERVED_NAME
 from draftsmith.errors import UserError, reason
-from draftsmith.models.target.features import FINAL_FEATURES, final_norm
-from draftsmith.models.target.loading import weights_hash
-from draftsmith.models.target.view import target_value
-from draftsmith.recipes.run_folder import RunFolder, is_first_process, target_settings
+from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.features.cache import FeatureCache, FeatureIndex, feature_settings
+from draftsmith.train.features.stored import WRITE_AGAIN, StoredFeatures
 
 START_IT = "start the server by the command that `draftsmith serve RECIPE --features` prints"
 LONGEST_BACKOFF_S = 30.0
@@ -56,87 +48,39 @@ TIES_FRAC = {torch.float32: 1e-3}
 TIES_FRAC_HALF = 3e-2
 
 
-def served_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
-    """Return the ids of the layers that the servers extract, ascending: `layers`, and always the last one.
-
-    Layer -1, the final features, is the last layer's output after our copy of the target's final norm.
-    """
-    return tuple(sorted({num_target_layers, *layers} - {FINAL_FEATURES}))
-
-
-def open_served(
-    recipe: Recipe, tokens: Dataset, tokens_hash: str, target: PreTrainedModel, layers: tuple[int, ...]
-) -> "ServedFeatures":
-    """Open the features that servers send during training; with `keep` also the files in which they are stored.
+def open_features(recipe: Recipe, tokens: Dataset, target: PreTrainedModel, layers: tuple[int, ...]) -> StoredFeatures:
+    """Open the features that a training reads: from disk, or from servers.
 
     Raises:
-        UserError: The folder holds features of other settings, the disk is too small for them, or a server does
-            not answer, or serves another target or other layers.
+        UserError: Rows are missing on disk, the disk is too small for those that are to be kept, or a server does not
+            answer, or serves another target or other layers.
     """
-    kept, folder = None, RunFolder(recipe).features
+    if recipe.data.features.source == "offline":
+        stored = StoredFeatures(recipe, tokens, target, layers)
+        stored.check_complete()
+        return stored
+    served = ServedFeatures(recipe, tokens, target, layers)
+    missing = served.missing()
     if recipe.data.features.server.keep:
-        settings, index = feature_settings(recipe, tokens_hash), FeatureIndex.read(folder)
-        if index is None:
-            hidden_size = target_value(target.config, "hidden_size")
-            index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
-            index.check_disk_space(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            if is_first_process():
-                index.write(folder)
-        index.check_matches(folder, settings, layers, filled=bool(index.missing(folder)))
-        kept = FeatureCache(folder, index, layers)
-    served = ServedFeatures(recipe, tokens, target, layers, kept)
+        served.check_disk_space(missing)
     if is_first_process():
         served.sweep()
-    served.check_servers()
+    served.check_servers(missing)
     return served
 
 
-class ServedFeatures:
-    """The target's features from vLLM servers, row by row; read like a `FeatureCache`.
+class ServedFeatures(StoredFeatures):
+    """The target's features from vLLM servers, row by row; rows that are stored are read from disk.
 
-    Args:
-        recipe: Recipe whose `data.features` has the servers and settings.
-        tokens: The run's tokenized examples; their row numbers are those of `ask`, `read` and `fetch`.
-        target: The target, with at least its embedding, final norm and LM head.
-        layers: Ids of the layers to read, in this order.
-        kept: Files into which rows are written, and from which written rows are read; None: rows are not stored.
+    The target needs at least its embedding, final norm and LM head.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        tokens: Dataset,
-        target: PreTrainedModel,
-        layers: tuple[int, ...],
-        kept: FeatureCache | None = None,
-    ) -> None:
-        self._chosen, self._kept = recipe.data.features, kept
-        self._tokens = tokens.with_format("numpy", columns=["input_ids"])
-        self._target, self._norm = target, final_norm(target)
-        self._hidden_size = target_value(target.config, "hidden_size")
-        self._last = target_value(target.config, "num_hidden_layers")
-        self._layers, self._served = layers, served_layers(layers, self._last)
-        # The hidden states of distilled answers depend on target and served layers.
-        settings = [target_settings(recipe), weights_hash(recipe.target), self._served]
-        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-        self.answers = RunFolder(recipe).features / f"answers-{digest[:16]}"
+    def __init__(self, recipe: Recipe, tokens: Dataset, target: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        super().__init__(recipe, tokens, target, layers)
+        self.urls = recipe.data.features.server.urls
         self._pool: ThreadPoolExecutor | None = None
         self._client: Any = None  # an `httpx2.Client` that the threads of the pool share
         self._asked: dict[int, Future[Tensor]] = {}
-
-    @property
-    def width(self) -> int:
-        """Return F, the number of features of one token: the hidden size times the number of layers."""
-        return len(self._layers) * self._hidden_size
-
-    @property
-    def urls(self) -> list[str]:
-        return self._chosen.server.urls
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self._chosen.dtype)
 
     def ask(self, rows: Sequence[int]) -> None:
         """Request rows from the servers before they are read, at most `data.features.server.in_flight` concurrently."""
@@ -147,52 +91,35 @@ class ServedFeatures:
             )
             self._client = self._new_client()
         for row in rows:
-            if row not in self._asked and (self._kept is None or not self._kept.has(row)):
+            if row not in self._asked:
                 self._asked[row] = self._pool.submit(self.fetch, row)
 
-    @torch.no_grad()
-    def read(self, rows: Sequence[int], out_sf: Tensor) -> None:
-        """Copy the features of these rows, one after the other, to the start of `out_sf` [S, F].
+    def take(self, row: int) -> Tensor:
+        """Return the features [S, L, D] of a row, which is stored if `data.features.server.keep` is set.
 
         Raises:
             UserError: No server gives the features, or a server's answer is wrong or damaged.
         """
-        self.ask(rows)
-        done = 0
-        for row in rows:
-            length = len(self._tokens[row]["input_ids"])
-            out_rf = out_sf[done : done + length]
-            done += length
-            if self._kept is not None and self._kept.has(row):
-                self._kept.read([row], out_rf)
-                continue
-            hidden_sld = self._asked.pop(row).result()
-            for layer, part_sd in zip(self._layers, out_rf.chunk(len(self._layers), dim=-1), strict=True):
-                part_sd.copy_(self._features(layer, hidden_sld))
-            if self._kept is not None:
-                self._kept.write(row, out_rf)
-                row_file(self.answers, self._ids(row)).unlink(missing_ok=True)
-
-    def _ids(self, row: int) -> list[int]:
-        return self._tokens[row]["input_ids"].tolist()
-
-    def _is_distilled(self, row: int) -> bool:
-        return self.answers.is_dir() and row_file(self.answers, self._ids(row)).is_file()
+        self.ask([row])
+        features_sld = self._asked.pop(row).result()
+        if self._chosen.server.keep and not row_file(self.folder, self.ids(row)).is_file():
+            self.store(row, features_sld)
+        return features_sld
 
     def fetch(self, row: int) -> Tensor:
-        """Return a row's hidden states [S, L, D] of the L served layers, as stored in distilling or from a server.
+        """Return a row's features [S, L, D] from disk or from a server.
 
         Raises:
             UserError: No server answered within `timeout_s`, or a server refuses the row or its answer is wrong.
         """
-        ids, urls = self._ids(row), self._chosen.server.urls
-        if (file := row_file(self.answers, ids)).is_file():
-            return self._load(file, ids)
+        ids, urls = self.ids(row), self.urls
+        if (file := row_file(self.folder, ids)).is_file():
+            return self.select(*self.load(file, ids, WRITE_AGAIN))
         begin_s, attempt = time.monotonic(), 0
         while True:
             url = urls[(row + attempt) % len(urls)]
             try:
-                return self._fetch(url, ids)[0]
+                return self.select(self._fetch(url, ids)[0], self.served)
             except (Unavailable, httpx2.TransportError) as error:
                 if time.monotonic() - begin_s > self._chosen.server.timeout_s:
                     raise UserError(
@@ -204,18 +131,17 @@ class ServedFeatures:
             time.sleep(min(2.0**attempt, LONGEST_BACKOFF_S))
             attempt += 1
 
-    def check_servers(self) -> None:
-        """Check by one row that each server serves this target, layers and dtype; skipped if all rows are stored.
+    def check_servers(self, missing: Sequence[int]) -> None:
+        """Check by one row that each server serves this target, layers and dtype; skipped if no rows are missing.
 
         Raises:
             UserError: A server does not answer, or serves another target or other layers.
         """
-        rows = range(len(self._tokens))
-        if all((self._kept is not None and self._kept.has(row)) or self._is_distilled(row) for row in rows):
+        if not missing:
             return
-        ids = next((ids for row in rows if len(ids := self._ids(row)) > 1), self._ids(0))[:PROOF_TOKENS]
+        ids = next((ids for row in missing if len(ids := self.ids(row)) > 1), self.ids(0))[:PROOF_TOKENS]
         with self._new_client() as self._client:
-            for url in self._chosen.server.urls:
+            for url in self.urls:
                 try:
                     hidden_sld, choice = self._fetch(url, ids, prompt_logprobs=1)
                 except (Unavailable, httpx2.TransportError) as error:
@@ -228,7 +154,7 @@ class ServedFeatures:
     @torch.no_grad()
     def _check_same_target(self, url: str, hidden_sld: Tensor, prompt_logprobs: list[Any]) -> None:
         weight = self._target.get_output_embeddings().weight
-        final_sd = self._features(FINAL_FEATURES, hidden_sld).to(weight.device, weight.dtype)
+        final_sd = self.select_layer(FINAL_FEATURES, hidden_sld, self.served).to(weight.device, weight.dtype)
         logits_sv = self._target.get_output_embeddings()(final_sd).float()
         ties = TIES_FRAC.get(hidden_sld.dtype, TIES_FRAC_HALF)
         for place, said in enumerate(prompt_logprobs[1:]):
@@ -238,12 +164,13 @@ class ServedFeatures:
             if likely is None or likely >= len(logits_v) or logits_v.max() - logits_v[likely] > ties * height:
                 raise UserError(
                     f"{url} of data.features.server.urls serves another target than target.model, or extracts other "
-                    f"layers than {list(self._served)}: after {place + 1} tokens its most likely next token is "
+                    f"layers than {list(self.served)}: after {place + 1} tokens its most likely next token is "
                     f"{likely}, and our LM head's on its hidden states {int(logits_v.argmax())}: {START_IT}"
                 )
 
     def sweep(self) -> None:
-        """Delete requests' unread files over an hour old in the servers' folder, such as those of aborted ones."""
+        """Delete incomplete files, and in the servers' folder unread ones over an hour old, as of aborted requests."""
+        super().sweep()
         folder, now_s = Path(self._chosen.server.folder), time.time()
         for file in folder.glob(REQUEST_FILES):
             try:
@@ -251,18 +178,6 @@ class ServedFeatures:
                     file.unlink()
             except FileNotFoundError:  # another process was faster
                 continue
-
-    def finish(self) -> None:
-        """Complete the stored feature files after training; call it in one process only."""
-        if self._kept is not None and self._kept.finish_all():
-            shutil.rmtree(self.answers, ignore_errors=True)
-
-    def _features(self, layer: int, hidden_sld: Tensor) -> Tensor:
-        """Return one layer's features [S, D] of served hidden states; those of layer -1 are normed here."""
-        if layer != FINAL_FEATURES:
-            return hidden_sld[:, self._served.index(layer)]
-        weight = next(self._norm.parameters())
-        return self._norm(hidden_sld[:, self._served.index(self._last)].to(weight.device, weight.dtype)).cpu()
 
     def _new_client(self) -> httpx2.Client:
         """Return a client that waits for each of the servers for its share of `timeout_s`."""
@@ -298,37 +213,9 @@ class ServedFeatures:
         file = Path(self._chosen.server.folder) / Path(path).name
         await_file(file)
         try:
-            return self._load(file, ids), choice
+            return self.load(file, ids, START_IT)[0], choice
         finally:
             file.unlink(missing_ok=True)
-
-    def _load(self, file: Path, ids: list[int]) -> Tensor:
-        """Return the hidden states [S, L, D] in a file, without the last token's if it is of an answer.
-
-        Raises:
-            UserError: The file is not what a server of this target writes for these tokens.
-        """
-        try:
-            tensors = load(file.read_bytes())
-            hidden_sld, read_ids = tensors["hidden_states"], tensors["token_ids"].tolist()
-            layers = tensors["layers"].tolist()
-        except (SafetensorError, KeyError) as error:
-            raise UserError(f"{file}, written by a server of features, is damaged ({reason(error)})") from None
-        if file.parent == self.answers:
-            # The last token's states are read by no drafter; another's stand in for them.
-            hidden_sld = torch.cat([hidden_sld[: len(ids)], hidden_sld[-1:]])[: len(ids)]
-            read_ids = [*read_ids[: len(ids)], ids[-1]][: len(ids)]
-        expected = (len(ids), len(self._served), self._hidden_size)
-        wrong = (
-            ("" if layers == list(self._served) else f"the layers {layers}, not {list(self._served)}")
-            or ("other tokens than were sent" if read_ids != ids else "")
-            or ("" if hidden_sld.shape == expected else f"the shape {list(hidden_sld.shape)}, not {list(expected)}")
-            or ("" if hidden_sld.dtype == self._target.dtype else f"{hidden_sld.dtype}, not {self._target.dtype}")
-            or ("" if hidden_sld.isfinite().all() else "values that are not finite")
-        )
-        if wrong:
-            raise UserError(f"{file}, written by a server of features, has {wrong}: {START_IT}")
-        return hidden_sld
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out threads and connections: each worker of a data loader has its own."""

@@ -19,8 +19,8 @@ from draftsmith.models.target.view import target_value
 from draftsmith.models.target.windows import rope_switch
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.features.cache import check_offline_support
-from draftsmith.train.features.served import ServedFeatures, served_layers
+from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.stored import check_offline_support, served_layers
 from draftsmith.train.features.write import models_without_weights
 
 CONNECTOR, MODULE = "HiddenStatesConnector", "draftsmith.data.engines.vllm_hidden_states"
@@ -39,8 +39,8 @@ def check_answering_servers(recipe: Recipe, tokenizer: Any) -> Path:
     layers = required_layers(models_without_weights(recipe)[1])
     prompt = Dataset.from_dict({"input_ids": [prompt_token_ids(tokenizer, PROBE[:1])]})
     served = ServedFeatures(asked, prompt, load_ends(recipe.target), layers)
-    served.check_servers()
-    return served.answers
+    served.check_servers([0])
+    return served.folder
 
 
 def server_command(recipe: Recipe) -> list[str]:

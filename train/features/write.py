@@ -1,16 +1,13 @@
 """The features stage: the target's hidden states of all tokens, once, to `runs/<name>/features/`.
 
 The target runs in this process or, with `data.features.source: server`, on servers. The size on disk is known before,
-from the target's config and the tokens. The stage can be killed at any moment: existing shards stay, and the next run
-writes the missing ones.
+from the target's config and the tokens. The stage can be killed at any moment: the next run writes the missing rows.
 
-Shapes: B batch, S sequence, F features.
+Shapes: B batch, S sequence, L layers, D hidden, F = L * D features.
 """
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -18,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.limits import check_tokens, target_limits
-from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
+from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at
 from draftsmith.models.base.drafter import Drafter
@@ -32,42 +29,44 @@ from draftsmith.models.target.loading import (
 )
 from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, process_of_launch, with_run_lock
-from draftsmith.recipes.schema import FeaturesRecipe, Recipe
-from draftsmith.train.features.cache import FeatureCache, FeatureIndex, Shard, check_offline_support, feature_settings
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.served import ServedFeatures
+from draftsmith.train.features.stored import StoredFeatures, check_offline_support
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Plan of the features that `write_features` is to write: all shards, the missing ones, and their sizes."""
+    """Plan of the features that `write_features` is to write: all rows, the missing ones, and their sizes."""
 
-    folder: Path
     tokens: Dataset
-    index: FeatureIndex
-    missing: list[Shard]
-    free_bytes: int
+    stored: StoredFeatures
+    missing: list[int]
 
     @property
-    def total_bytes(self) -> int:
-        return self.index.bytes_of(self.index.shards)
+    def num_tokens(self) -> int:
+        return self.stored.count_tokens(range(len(self.tokens)))
 
     @property
     def missing_bytes(self) -> int:
-        return self.index.bytes_of(self.missing)
+        return self.stored.count_tokens(self.missing) * self.stored.token_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_tokens * self.stored.token_bytes
 
     def sentence(self) -> str:
         """Describe in one sentence the size of the features on disk, and how much of it is written."""
-        index = self.index
-        layers = f"{len(index.layers)} layer{'s' if len(index.layers) > 1 else ''}"
+        stored, num_layers = self.stored, len(self.stored.layers)
         size = (
-            f"{bytes_text(self.total_bytes)} = {index.tokens:,} tokens x {layers} x {index.hidden_size} x "
-            f"{index.dtype.itemsize} bytes"
+            f"{bytes_text(self.total_bytes)} = {self.num_tokens:,} tokens x {num_layers} "
+            f"layer{'s' if num_layers > 1 else ''} x {stored.width // num_layers} x {stored.dtype.itemsize} bytes"
         )
         if not self.missing:
-            return f"{self.folder} is complete ({size}): nothing to do"
+            return f"{stored.folder} is complete ({size}): nothing to do"
         written = self.total_bytes - self.missing_bytes
         left = f", of which {bytes_text(written)} are there" if written else ""
-        return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
+        free = f"{bytes_text(free_bytes_at(stored.folder))} are free on that disk"
+        return f"{stored.folder} takes {size}{left}; {free}{stored.describe_others()}"
 
 
 def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
@@ -88,33 +87,27 @@ def project_features(recipe: Recipe) -> Projection:
     """Compute the size of the features to write. Loads configs and tokens, no weights, and writes nothing.
 
     Raises:
-        UserError: No tokens yet, the drafter cannot be trained on features from disk, or others are stored.
+        UserError: No tokens yet, or the drafter cannot be trained on features from disk.
     """
     check_offline_support(recipe)
     run = RunFolder(recipe)
     tokens = load_tokens(run)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
-    settings = feature_settings(recipe, tokens_hash(tokens))
     target, drafter = models_without_weights(recipe)
-    layers, hidden_size = required_layers(drafter), target.config.get_text_config().hidden_size
-    index = FeatureIndex.read(run.features)
-    if index is None:
-        index = FeatureIndex.plan(layers, hidden_size, settings, row_lengths(tokens))
-    missing, served = index.missing(run.features), recipe.data.features.source == "server"
-    index.check_matches(run.features, settings, layers, filled=served and bool(missing))
-    return Projection(run.features, tokens, index, missing, free_bytes_at(run.features))
+    stored = StoredFeatures(recipe, tokens, target, required_layers(drafter))
+    return Projection(tokens, stored, stored.missing())
 
 
 @with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> float:
-    """Write the missing shards of features; return the seconds that this took.
+    """Write the missing rows of features; return the seconds that this took.
 
     Args:
-        projection: The shards of all tokens and the missing ones, from `project_features`.
+        projection: The rows of all tokens and the missing ones, from `project_features`.
 
     Raises:
         UserError: The target cannot be loaded, a server cannot be used, or there are several processes.
-        OSError: The disk is full; finished shards stay.
+        OSError: The disk is full; written rows stay.
     """
     if process_of_launch()[1] > 1:
         raise UserError(
@@ -122,71 +115,57 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
             "serve RECIPE --features`, and set data.features.source=server"
         )
     begin_s = time.perf_counter()
-    folder, index, missing = projection.folder, projection.index, projection.missing
-    index.write(folder)
-    cache, tokens = FeatureCache(folder, index, index.layers), sum(shard.tokens for shard in missing)
-    with progress_bar(tokens, "features", "tok", unit_scale=True, shown=progress) as bar:
+    stored, missing = projection.stored, projection.missing
+    with progress_bar(stored.count_tokens(missing), "features", "tok", unit_scale=True, shown=progress) as bar:
         if recipe.data.features.source == "server":
-            fill_from_servers(recipe, projection.tokens, index, cache, missing, bar)
+            fill_from_servers(recipe, projection, bar)
         else:
-            target, _ = load_target(recipe.target)
-            for shard in missing:
-                fill_from_target(target, index, cache, shard, projection.tokens, recipe.data.features, bar)
+            fill_from_target(recipe, projection, bar)
     return time.perf_counter() - begin_s
 
 
-def fill_from_servers(
-    recipe: Recipe, tokens: Dataset, index: FeatureIndex, cache: FeatureCache, shards: list[Shard], bar: Progress
-) -> None:
-    """Request the rows of these shards from servers, except rows that are written, and write them.
+def fill_from_servers(recipe: Recipe, projection: Projection, bar: Progress) -> None:
+    """Request the missing rows from servers, and write them.
 
     Raises:
         UserError: A server does not answer, refuses a row, or serves another target or other layers.
     """
-    served = ServedFeatures(recipe, tokens, load_ends(recipe.target), index.layers, cache)
+    recipe = recipe.model_copy(deep=True)
+    recipe.data.features.server.keep = True
+    served = ServedFeatures(recipe, projection.tokens, load_ends(recipe.target), projection.stored.layers)
     served.sweep()
-    served.check_servers()
+    served.check_servers(projection.missing)
     ahead = recipe.data.features.server.in_flight
-    for shard in shards:
-        lengths = [end - begin for begin, end in pairwise(shard.offsets)]
-        for place, row in enumerate(shard.rows):
-            served.ask(shard.rows[place : place + ahead])
-            served.read([row], torch.empty(lengths[place], served.width, dtype=index.dtype))
-            bar.update(lengths[place])
-        cache.finish(shard)
+    for place, row in enumerate(projection.missing):
+        served.ask(projection.missing[place : place + ahead])
+        bar.update(len(served.take(row)))
 
 
-def fill_from_target(
-    target: PreTrainedModel,
-    index: FeatureIndex,
-    cache: FeatureCache,
-    shard: Shard,
-    tokens: Dataset,
-    chosen: FeaturesRecipe,
-    bar: Progress,
-) -> None:
-    """Compute the features of a shard's rows with the target in this process, and write them.
+def fill_from_target(recipe: Recipe, projection: Projection, bar: Progress) -> None:
+    """Compute the features of the missing rows with the target in this process, and write them.
 
     Rows of similar lengths share a forward; the longest come first, so that too large a batch fails soon.
 
     Raises:
-        UserError: The device's memory does not hold a batch.
+        UserError: The target cannot be loaded, or the device's memory does not hold a batch.
     """
-    rows = tokens[shard.rows.start : shard.rows.stop]["input_ids"]
-    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-    for begin in range(0, len(rows), chosen.batch_size):
-        numbers = by_length[begin : begin + chosen.batch_size]
+    target, _ = load_target(recipe.target)
+    stored, chosen = projection.stored, recipe.data.features
+    stored.sweep()
+    by_length = sorted(projection.missing, key=lambda row: -stored.count_tokens([row]))
+    for begin in range(0, len(by_length), chosen.batch_size):
+        rows = by_length[begin : begin + chosen.batch_size]
         # On the right, where causal order keeps padding out of every real token.
-        ids_bs = pad_sequence([torch.as_tensor(rows[row]) for row in numbers], batch_first=True)
+        ids_bs = pad_sequence([torch.tensor(stored.ids(row)) for row in rows], batch_first=True)
         try:
             with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=chosen.autocast):
-                features_bsf = target_features(target, ids_bs.to(target.device), layers=index.layers)
+                features_bsf = target_features(target, ids_bs.to(target.device), layers=stored.layers)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{len(numbers)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "
+                f"{len(rows)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "
                 f"data.features.batch_size, which is {chosen.batch_size}"
             ) from None
-        for row, features_sf in zip(numbers, features_bsf, strict=True):
-            cache.write(shard.first_row + row, features_sf[: len(rows[row])].cpu())
-            bar.update(len(rows[row]))
-    cache.finish(shard)
+        for row, features_sf in zip(rows, features_bsf, strict=True):
+            length = stored.count_tokens([row])
+            stored.store(row, features_sf[:length].unflatten(1, (len(stored.layers), -1)).cpu())
+            bar.update(length)

@@ -16,7 +16,7 @@ from draftsmith.models.groups.layout import Groups
 from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
-from draftsmith.train.features.cache import check_offline_support
+from draftsmith.train.features.stored import check_offline_support
 from draftsmith.train.features.write import models_without_weights
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards

@@ -177,7 +177,7 @@ def count_answers(recipe: Recipe) -> list[int] | None:
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> list[Line]:
     """Return the size of the features on disk, if the kind of drafter can be trained on them."""
-    if "offline" in cost.drafter.unsupported:
+    if cost.drafter.offline_obstacle is not None:
         return []
     dtype, layers = recipe.data.features.dtype, len(required_layers(cost.drafter))
     token_bytes = layers * cost.drafter.config.hidden_size * getattr(torch, dtype).itemsize

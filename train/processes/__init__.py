@@ -1,4 +1,4 @@
-"""Training in several processes: DDP and FSDP2, with the frozen target.
+"""Training in several processes: DDP, with the frozen target.
 
-Read `launch` (recognising and checking the launch), then `frozen_target` and `split_weights`.
+Read `launch` (checks of the launch), then `frozen_target`.
 """

@@ -1,13 +1,10 @@
-"""The frozen target p of a training in several processes: it stays outside what the launcher wraps and splits.
+"""The frozen target p of a training in several processes: it stays outside what the launcher wraps.
 
 With `data.features.source: online` every process loads it to its own device. With features from disk or from servers
 each loads only embedding, final norm and LM head. If the drafter starts from the target's layers, the first process
-loads these too, into host memory, and the other processes receive its drafter.
+loads these too, into host memory; DDP gives the other processes its drafter.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,26 +19,9 @@ from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import load_ends, load_target
 from draftsmith.recipes.schema import Recipe
 
-RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
-@contextmanager
-def outside_the_launch() -> Iterator[None]:
-    """Make transformers load whole models in every process while this context is active.
-
-    With FSDP's RAM-efficient loading, all processes but the first would get zeros for FSDP to fill, which never sees
-    the target.
-    """
-    setting = os.environ.pop(RAM_EFFICIENT, None)
-    try:
-        yield
-    finally:
-        if setting is not None:
-            os.environ[RAM_EFFICIENT] = setting
-
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """Load the target to build a drafter from; then call `sync_models` with both. Call each `outside_the_launch`.
+    """Load the target to build a drafter from; then call `move_models` with both.
 
     Args:
         device: Device of this process.
@@ -90,28 +70,15 @@ def _option_fields(recipe: Recipe) -> dict[str, Any]:
     return load_drafter_class(recipe.drafter.kind).config_class.Options.model_fields
 
 
-@torch.no_grad()
-def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
-    """Move the drafter and the parts of the target that training needs to this process's device.
-
-    All processes receive the first one's drafter, as only that may have been built from the target's layers.
-    """
+def move_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
+    """Move the drafter and the parts of the target that training needs to this process's device."""
     if recipe.data.features.source == "online":
         return
-    if _has_peers():
-        for tensor in drafter.state_dict().values():  # one after the other by way of the device
-            on_device = tensor.detach().to(device).contiguous()
-            distributed.broadcast(on_device, 0)
-            tensor.copy_(on_device)
     drop_decoder_layers(target)
     target.to(device)
     drafter.to(device)
     drafter.attach(target)  # again: what an earlier `attach` made is on the old device
 
 
-def _has_peers() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def _is_first() -> bool:
-    return not _has_peers() or distributed.get_rank() == 0
+    return not distributed.is_initialized() or distributed.get_rank() == 0

@@ -1,7 +1,6 @@
-"""Detection of the launch (one process, or several under DDP or FSDP), and checks that it can work.
+"""Checks of the launch, one process or several under DDP, and its errors in sentences.
 
-`accelerate launch` and `torchrun` set environment variables; `train.fsdp` of a recipe is the Trainer's own way to
-choose FSDP.
+`accelerate launch` and `torchrun` set environment variables, which the Trainer reads.
 """
 
 import atexit
@@ -13,21 +12,21 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import distributed
-from torch.distributed.checkpoint import CheckpointException
-from transformers import TrainingArguments
 
 from draftsmith.errors import TERMINATED_EXIT_CODE, UserError, reason
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.run_folder import MPI_WORLD_SIZES, RANKS, environment_number, is_first_process
-from draftsmith.recipes.schema import Recipe
 
-# Ways to split layers, sequences and data over devices, set by accelerate's `parallelism_config`.
-SPLITS = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+# Libraries that split a model, which accelerate announces by a variable, or a recipe by a key of `train`.
+SPLITTERS = {
+    "ACCELERATE_USE_FSDP": "fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 # What accelerate's own config puts into the environment, and the recipe's key that decides in its place.
@@ -37,30 +36,8 @@ DECIDED_BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.global_batch_size",
     "ACCELERATE_GRADIENT_CLIPPING": "train.max_grad_norm",
 }
-LAUNCHERS = (*RANKS, *MPI_WORLD_SIZES, "LOCAL_", "MASTER_", "ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")  # prefixes
-# As messages and the manifests of checkpoints name them.
-Strategy = Literal["one process", "DDP", "FSDP1", "FSDP2", "Megatron-LM"]
-
+LAUNCHERS = (*RANKS, *MPI_WORLD_SIZES, "LOCAL_", "MASTER_", "ACCELERATE_", "PARALLELISM_CONFIG_")  # prefixes
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How training was launched: strategy, and number of processes on all machines."""
-
-    strategy: Strategy
-    processes: int = 1
-
-
-def detect_launch(args: TrainingArguments) -> Launch:
-    """Return the strategy and the number of processes of this launch, from arguments and environment."""
-    processes = args.world_size
-    if args.fsdp or _is_set("ACCELERATE_USE_FSDP"):
-        version = args.fsdp_config.get("version", 2) if args.fsdp else environment_number("FSDP_VERSION")
-        return Launch("FSDP2" if int(version) == 2 else "FSDP1", processes)
-    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        return Launch("Megatron-LM", processes)
-    return Launch("DDP" if processes > 1 else "one process", processes)
 
 
 def let_recipe_decide(values: Mapping[str, Any]) -> None:
@@ -71,15 +48,17 @@ def let_recipe_decide(values: Mapping[str, Any]) -> None:
 
     Raises:
         UserError: A launcher's variables name several processes, but not the address where these meet; a variable is
-            not a number; or DeepSpeed is requested.
+            not a number; or the model would be split among processes.
     """
     for name in [name for name, value in os.environ.items() if name.startswith(LAUNCHERS) and not value.strip()]:
         del os.environ[name]  # accelerate would read it as a number
-    if values.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED"):
-        raise UserError(
-            "DeepSpeed is not supported any more: leave train.deepspeed out, and launch with "
-            "recipes/accelerate/fsdp2.yaml, which splits the same by FSDP2, or with multi_gpu.yaml, by DDP"
-        )
+    for name, key in SPLITTERS.items():
+        if values.get(key) or _is_set(name):
+            raise UserError(
+                f"training does not support {key}, which splits a model among processes: leave train.{key} out and "
+                "launch with recipes/accelerate/multi_gpu.yaml, by DDP; a target that does not fit is served by vLLM, "
+                "with data.features.source=server"
+            )
     for name, key in DECIDED_BY_RECIPE.items():
         value = os.environ.pop(name, "no").lower()
         if value not in ("no", "none", "auto", "1", "") and not values.get(value) and is_first_process():
@@ -138,53 +117,6 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
-    """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
-
-    Raises:
-        UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
-    """
-    if launch.strategy == "Megatron-LM":
-        raise UserError(
-            "accelerate was configured for Megatron-LM, which cannot train drafters: launch with one of the files in "
-            "recipes/accelerate, such as multi_gpu.yaml"
-        )
-    if launch.strategy == "FSDP1":
-        raise UserError(
-            "accelerate was configured for FSDP version 1, which flattens weights, so that depth weights and learning "
-            "rates cannot be set by their names: set fsdp_version: 2, as in recipes/accelerate/fsdp2.yaml"
-        )
-    if launch.strategy == "FSDP2" and launch.processes < 2:
-        raise UserError("FSDP splits weights among processes and there is one: launch several, or leave FSDP out")
-    if launch.strategy == "FSDP2" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
-        raise UserError(
-            "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out"
-        )
-    if launch.strategy == "FSDP2" and args.load_best_model_at_end:
-        raise UserError(
-            "key `validation.keep`: FSDP2 ends with the weights of its last step: leave it out, or launch with "
-            "recipes/accelerate/multi_gpu.yaml"
-        )
-    if launch.strategy == "FSDP2" and args.save_only_model:
-        raise UserError(
-            "key `train.save_only_model`: with FSDP2 a checkpoint without the optimiser's state cannot be resumed: "
-            "leave it out"
-        )
-    split = [name for name in SPLITS if environment_number(f"PARALLELISM_CONFIG_{name}_SIZE") > 1]
-    if split:
-        raise UserError(
-            f"accelerate's parallelism_config asks for {split[0].lower()}_size above 1: drafters are trained by DDP or "
-            "FSDP2, so leave it out; a target that does not fit is served by vLLM, with data.features.source=server"
-        )
-    kind = recipe.drafter.kind
-    unsupported = load_drafter_class(kind).unsupported
-    if launch.strategy == "FSDP2" and "split_weights" in unsupported:
-        raise UserError(
-            f"drafter.kind `{kind}` cannot be trained with FSDP2, as {unsupported['split_weights']}: launch with "
-            "recipes/accelerate/multi_gpu.yaml, or leave out what is in the way"
-        )
-
-
 class LostProcess(UserError):
     """Error: another process of the training ended. The same command resumes it, as after a SIGTERM."""
 
@@ -201,7 +133,7 @@ def errors_in_sentences() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, MemoryError, CheckpointException) as error:
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise UserError(
                 f"out of memory ({reason(error)}): lower train.per_device_train_batch_size (train.global_batch_size "

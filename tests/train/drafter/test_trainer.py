@@ -85,23 +85,10 @@ class NotFinite(DrafterTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-class InfiniteGradient(DrafterTrainer):
-    """The loss of the fourth step is finite, its gradient is not."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        if self.state.global_step == 3:
-            next(p for p in self._drafter.parameters() if p.grad is not None).grad.mul_(torch.inf)
-        return loss
-
-
-@pytest.mark.parametrize("trainer", [NotFinite, InfiniteGradient])
-def test_non_finite_loss_stops_training(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch, trainer: type[DrafterTrainer]
-) -> None:
+def test_non_finite_loss_stops_training(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(target_folder, "not-finite", gradient_accumulation_steps=2, per_device_train_batch_size=2)
-    monkeypatch.setattr(stage, "DrafterTrainer", trainer)
-    stopped = r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not saved"
+    monkeypatch.setattr(stage, "DrafterTrainer", NotFinite)
+    stopped = r"not finite in step 4 \(the gradient's norm is nan\), and the step was not saved"
     with pytest.raises(UserError, match=stopped):
         train_drafter(recipe)
     checkpoints = RunFolder(recipe).drafter / "checkpoints"

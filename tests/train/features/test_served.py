@@ -26,7 +26,6 @@ from draftsmith.train.drafter import trainer
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features import served
-from draftsmith.train.features.cache import FeatureIndex
 from draftsmith.train.features.serving import server_command
 from draftsmith.train.features.write import project_features, write_features
 
@@ -104,10 +103,8 @@ def test_kept_rows_are_asked_for_once(server: FeatureServer, tmp_path: Path) -> 
     train_drafter(kept)
     assert server.requests - before == 1 + len(LENGTHS)
     assert have_equal_weights(recipe, kept)
-    folder = RunFolder(kept).features
-    index = FeatureIndex.read(folder)
-    assert index is not None
-    assert sorted(file.name for file in folder.iterdir()) == ["features-00000.safetensors", "index.json"]
+    (folder,) = RunFolder(kept).features.iterdir()
+    assert len(list(folder.iterdir())) == len(LENGTHS)
     offline = tiny_run(
         tmp_path,
         "kept",
@@ -116,7 +113,7 @@ def test_kept_rows_are_asked_for_once(server: FeatureServer, tmp_path: Path) -> 
         runs_dir=str(tmp_path / "other"),
     )
     RunFolder(offline).root.mkdir(parents=True, exist_ok=True)
-    (RunFolder(offline).root / "features").symlink_to(folder)
+    (RunFolder(offline).root / "features").symlink_to(folder.parent)
     train_drafter(offline)
     assert have_equal_weights(kept, offline)
 
@@ -150,7 +147,7 @@ def test_one_request_gives_answer_and_features(server: FeatureServer, tmp_path: 
     run_distill(recipe)
     assert server.requests == 2 + 9  # the check of the target, the engine's, and nine turns
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
-    kept = list(RunFolder(recipe).features.glob("answers-*/*.safetensors"))
+    kept = list(RunFolder(recipe).features.glob("rows-*/*.safetensors"))
     assert len(kept) == len(tokens) == 8  # two of three second turns do not begin with the row before
     again = recipe.model_copy(update={"name": "again"})
     shutil.copytree(RunFolder(recipe).data, RunFolder(again).data)
@@ -163,7 +160,6 @@ def test_one_request_gives_answer_and_features(server: FeatureServer, tmp_path: 
     assert server.requests == 0
     for name, value in weights_of(again).items():  # of states by forwards of a token more
         torch.testing.assert_close(weights_of(recipe)[name], value, atol=1e-5, rtol=0)
-    assert list(RunFolder(recipe).features.glob("answers-*/*.safetensors")) == []
 
 
 def test_answers_without_features_are_asked_for(
@@ -174,7 +170,7 @@ def test_answers_without_features_are_asked_for(
     server.fault, server.fault_from, server.fault_until = "unwritten", 5, 7
     run_distill(recipe)
     assert "hidden states of 2 answers are missing" in capsys.readouterr().err
-    missing = 8 - len(list(RunFolder(recipe).features.glob("answers-*/*.safetensors")))
+    missing = 8 - len(list(RunFolder(recipe).features.glob("rows-*/*.safetensors")))
     server.requests, server.fault = 0, ""
     train_drafter(recipe)
     assert server.requests == 1 + missing

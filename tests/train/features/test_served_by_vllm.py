@@ -29,9 +29,9 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.features import served
-from draftsmith.train.features.cache import FeatureCache, FeatureIndex
 from draftsmith.train.features.served import ServedFeatures
 from draftsmith.train.features.serving import server_arguments
+from draftsmith.train.features.stored import StoredFeatures
 from draftsmith.train.features.write import project_features, write_features
 
 datasets = pytest.importorskip("datasets")
@@ -92,7 +92,7 @@ def check_features(recipe: Recipe, rows: list[dict[str, Any]]) -> None:
     target, _ = load_target(recipe.target)
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
     source = ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS)
-    source.check_servers()
+    source.check_servers([0])
     for row in [*range(len(rows)), *range(len(rows))]:
         ids = torch.tensor([rows[row]["input_ids"]])
         found = torch.zeros(ids.shape[1], source.width)
@@ -133,12 +133,11 @@ def test_answers_come_with_their_features(tmp_path: Path) -> None:
         run_distill(recipe)
     write_features(recipe, project_features(recipe), progress=False)
     tokens = datasets.load_from_disk(str(RunFolder(recipe).data / "tokens"))
-    index, (target, _) = FeatureIndex.read(RunFolder(recipe).features), load_target(recipe.target)
-    assert index is not None
-    cache = FeatureCache(RunFolder(recipe).features, index, LAYERS)
+    target, _ = load_target(recipe.target)
+    stored = StoredFeatures(recipe, tokens, target, LAYERS)
     for row, ids in enumerate(tokens["input_ids"]):
-        found = torch.zeros(len(ids), cache.width)
-        cache.read([row], found)
+        found = torch.zeros(len(ids), stored.width)
+        stored.read([row], found)
         check_equal(target, found[:-1], torch.tensor([ids]))
     assert len(tokens) >= 12
 
@@ -152,7 +151,7 @@ def test_full_disk_is_said(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     with closing(VllmServer({**arguments, **SMALL}, "the test")) as server:
         recipe.data.features.server.urls = [server.url]
         with pytest.raises(UserError, match=r"gives no features \(it could not write .* bytes are free on the disk"):
-            ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS).check_servers()
+            ServedFeatures(recipe, tokens, load_ends(recipe.target), LAYERS).check_servers([0])
 
 
 def test_features_of_tensor_parallel_servers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,19 +1,14 @@
-"""Two gloo processes, as `accelerate launch` starts them with the shipped configurations: DDP and FSDP2.
+"""Two gloo processes under DDP, as `accelerate launch` starts them with `recipes/accelerate/cpu_x2.yaml`."""
 
-A launch takes seconds, so one of each kind is tested with every change; the others are nightly.
-"""
-
-import functools
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.feature_server import feature_server
-from support.launched_training import NOT_LEFT, config_for_two_cpus, launch
+from support.launched_training import CPU_X2, NOT_LEFT, launch
 from support.tiny_runs import LENGTHS, tiny_run, weights_of
 
 from draftsmith.models.target.loading import load_target
@@ -26,10 +21,6 @@ STEPS = 30
 CURVE = {"global_batch_size": 6, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "learning_rate": 1e-3}
 
 
-def nightly(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
 def record(recipe: Recipe) -> dict[str, Any]:
     return json.loads((RunFolder(recipe).drafter / "training.json").read_text())
 
@@ -38,8 +29,8 @@ def losses(recipe: Recipe) -> list[float]:
     return [log["loss"] for log in record(recipe)["history"] if "loss" in log]
 
 
-def launched(name: str, recipe: Recipe) -> Recipe:
-    result = launch(config_for_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
+def launched(recipe: Recipe) -> Recipe:
+    result = launch(CPU_X2, recipe)
     assert result.returncode == 0, result.stderr[-3000:]
     return recipe
 
@@ -53,20 +44,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """Train in two processes of a launch, once for all tests."""
-
-    @functools.cache
-    def of(name: str) -> Recipe:
-        return launched(name, tiny_run(tmp_path_factory.mktemp(name), "whole", train=CURVE))
-
-    return of
+    return launched(tiny_run(tmp_path_factory.mktemp("trained"), "whole", train=CURVE))
 
 
-@pytest.mark.parametrize("name", ["fsdp2", nightly("cpu_x2")])
-def test_two_processes_train_as_one(alone: Recipe, trained: Callable[[str], Recipe], name: str) -> None:
+def test_two_processes_train_as_one(alone: Recipe, trained: Recipe) -> None:
     """Equal loss curves and weights; the final weight file is complete."""
-    recipe = trained(name)
+    recipe = trained
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
     assert record(recipe)["tokens"] == record(alone)["tokens"]
     assert len(losses(recipe)) == STEPS
@@ -79,20 +64,12 @@ def test_two_processes_train_as_one(alone: Recipe, trained: Callable[[str], Reci
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "checkpoint"),
-    [
-        ("fsdp2", "SIGKILL", 4),
-        nightly("cpu_x2", "SIGKILL", 4),
-        nightly("cpu_x2", "SIGTERM", 5),
-        nightly("fsdp2", "SIGTERM", 5),
-    ],
+    ("number", "checkpoint"), [("SIGKILL", 4), pytest.param("SIGTERM", 5, marks=pytest.mark.nightly)]
 )
-def test_resumed_training_is_bitwise_equal(
-    trained: Callable[[str], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
-) -> None:
+def test_resumed_training_is_bitwise_equal(trained: Recipe, tmp_path: Path, number: str, checkpoint: int) -> None:
     """SIGTERM of one process saves in all of them; SIGKILL of one makes the other report it in one sentence."""
-    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), config_for_two_cpus(name, tmp_path)
-    result = launch(config, broken, signals={1: (5, number)})
+    broken = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2})
+    result = launch(CPU_X2, broken, signals={1: (5, number)})
     assert result.returncode != 0
     checkpoints = RunFolder(broken).drafter / "checkpoints"
     assert not (RunFolder(broken).drafter / "training.json").exists()
@@ -101,10 +78,10 @@ def test_resumed_training_is_bitwise_equal(
     assert NOT_LEFT not in result.stderr
     if number == signal.SIGKILL.name:
         assert "another process of this training has ended" in result.stderr
-    resumed = launch(config, broken)
+    resumed = launch(CPU_X2, broken)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert f"resuming from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
-    found, expected = weights_of(broken), weights_of(trained(name))
+    found, expected = weights_of(broken), weights_of(trained)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -119,22 +96,20 @@ def test_two_processes_ask_a_server_for_their_rows(tmp_path: Path) -> None:
         servers = {"urls": [server.url], "folder": str(tmp_path / "served"), "keep": True, "timeout_s": 60.0}
         features = {"source": "server", "dtype": "float32", "server": servers}
         recipe = tiny_run(tmp_path, "both", data={"features": features}, train={**train, **workers})
-        launched("cpu_x2", recipe)
+        launched(recipe)
         assert server.requests == 2 + len(LENGTHS)
     assert losses(recipe) == pytest.approx(losses(online), abs=1e-5)
     for key, value in weights_of(online).items():
         torch.testing.assert_close(weights_of(recipe)[key], value, atol=1e-5, rtol=0)
-    kept = sorted(file.name for file in RunFolder(recipe).features.iterdir())
-    assert kept == ["features-00000.safetensors", "index.json"]
+    assert len(list(RunFolder(recipe).features.glob("rows-*/*.safetensors"))) == len(LENGTHS)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["cpu_x2", "fsdp2"])
-def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
-    """Its products are in bf16, so matrices gathered by FSDP2 differ by rounding."""
+def test_muon_in_two_processes_equals_one(tmp_path: Path) -> None:
+    """Its products are in bf16, which enlarges rounding."""
     muon = {**CURVE, "optimizer": "muon", "muon_learning_rate": 2e-2}
     alone = tiny_run(tmp_path, "alone", train=muon)
     train_drafter(alone)
-    recipe = launched(name, tiny_run(tmp_path, name, train=muon))
+    recipe = launched(tiny_run(tmp_path, "both", train=muon))
     assert losses(recipe) == pytest.approx(losses(alone), rel=2e-3)
     assert losses(alone)[-1] < 0.9 * losses(alone)[0]
