@@ -22,7 +22,7 @@ COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
     "package": (PACKAGES, (".py",), 34_541),
-    "tests": (("tests",), (".py",), 23_815),
+    "tests": (("tests",), (".py",), 23_835),
     "C++": (PACKAGES, (".cpp", ".h"), 1_726),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }

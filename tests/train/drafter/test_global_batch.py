@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes import run_in_processes
-from support.tiny_runs import recipe_in
+from support.tiny_runs import make_recipe, recipe_in
+from torch import Tensor
 
 from draftsmith.models.groups.layout import active, depth_labels
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 
 # 13 rows in steps of 8: the second step has only 5, for four micro-batches of 2 or four processes.
 LENGTHS = (12, 30, 7, 21, 9, 40, 15, 8, 26, 11, 33, 19, 10)
@@ -108,6 +111,23 @@ def test_every_layout_trains_the_same_weights(target_folder: Path, drafter: dict
         assert len(set(drawn)) == len(drawn)  # no row repeats on any rank
     losses = [entry["eval_loss"] for entry in histories[0] if "eval_loss" in entry]
     assert losses[-1] < losses[0] - 1e-3  # otherwise equal weights would prove nothing
+
+
+def test_parts_of_processes_are_added_up(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are averaged over processes: of two, the loss of each counts twice."""
+    losses: list[Tensor] = []
+
+    class TwoProcesses(DrafterTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            losses.append(super().compute_loss(*args, **kwargs))
+            with monkeypatch.context() as patch:
+                patch.setattr(DrafterTrainingArguments, "world_size", 2)
+                losses.append(super().compute_loss(*args, **kwargs))
+            return losses[-2]
+
+    monkeypatch.setattr(stage, "DrafterTrainer", TwoProcesses)
+    train_drafter(make_recipe(target_folder, "two", max_steps=1))
+    assert losses[1] == 2 * losses[0]
 
 
 def test_expected_rows_equal_kept_rows(target_folder: Path) -> None:
