@@ -8,7 +8,6 @@ loads these too, into host memory; DDP gives the other processes its drafter.
 from typing import Any
 
 import torch
-from torch import distributed
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
@@ -17,6 +16,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.kernels.cpu_kernels import pack_linears
 from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import load_ends, load_target
+from draftsmith.recipes.run_folder import is_first_process
 from draftsmith.recipes.schema import Recipe
 
 
@@ -39,12 +39,12 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         pack_linears(target)
         return target
     chosen = recipe.target.model_copy(update={"device": "cpu"})
-    return load_target(chosen)[0] if starts_from_layers(recipe) and _is_first() else load_ends(chosen)
+    return load_target(chosen)[0] if starts_from_layers(recipe) and is_first_process() else load_ends(chosen)
 
 
 def drafter_options(recipe: Recipe) -> dict[str, Any]:
     """Return the options to build the drafter with in this process, which may have no layers of the target."""
-    reads_layers = starts_from_layers(recipe) and _is_first()
+    reads_layers = starts_from_layers(recipe) and is_first_process()
     online = recipe.data.features.source == "online"
     return recipe.drafter.options if online or reads_layers else options_without_layers(recipe)
 
@@ -78,7 +78,3 @@ def move_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
     target.to(device)
     drafter.to(device)
     drafter.attach(target)  # again: what an earlier `attach` made is on the old device
-
-
-def _is_first() -> bool:
-    return not distributed.is_initialized() or distributed.get_rank() == 0
