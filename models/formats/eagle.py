@@ -60,7 +60,7 @@ NAMES = {"layers.0.": "midlayer."}
 # Norms of EAGLE-3.1 and related drafters: the same keys in our options and in engines' configs.
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 NO_FIRST_TOKEN = {"first_token": False}  # published checkpoints were trained without a row for it
-# Keys of the mask token in P-EAGLE and PARD configs: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
+# Keys of the mask token in P-EAGLE configs: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 

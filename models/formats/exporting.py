@@ -43,7 +43,6 @@ EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
     **vllm_layout.EXPORTERS,
 }  # fmt: skip
-WITHOUT_PLUGIN = causal_lm.PARD_EXPORTERS  # parallel drafters that vLLM serves without draftsmith's plugin
 EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a later export may replace
 # With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -99,21 +98,10 @@ def check_format(to: str) -> None:
         raise UserError(f"there is no format {to}: {did_you_mean(to, FORMATS, f'use one of {formats}')}")
 
 
-def exporter_of(config: DrafterConfig, to: str) -> Exporter:
-    """Return the exporter of a drafter to the format `to`, which must support its kind.
-
-    vLLM serves parallel drafters of PARD's shape by itself, and all others by draftsmith's plugin.
-    """
-    plain = WITHOUT_PLUGIN.get((config.kind, to))
-    if plain is not None and plain.refusal(config) is None:
-        return plain
-    return EXPORTERS[config.kind, to]
-
-
 def refusal(config: DrafterConfig, to: str) -> str | None:
     """Return why the format `to` cannot express this drafter, with a recipe line that helps; None if it can."""
     if (config.kind, to) in EXPORTERS:
-        return exporter_of(config, to).refusal(config)
+        return EXPORTERS[config.kind, to].refusal(config)
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
     advice = f"{to} takes {', '.join(kinds)} and has no place for {config.kind}: train with drafter.kind={kinds[0]}"
     return config.not_exported or advice
@@ -135,7 +123,7 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
 def lacks_first_row(config: DrafterConfig, to: str) -> bool:
     """Return whether the drafter has a row for a conversation's first token that serving in this format lacks."""
     has_place = config.first_token and (config.kind, to) in EXPORTERS and to != "gguf"
-    return has_place and not exporter_of(config, to).first_token
+    return has_place and not EXPORTERS[config.kind, to].first_token
 
 
 def caveat(config: DrafterConfig, to: str) -> str | None:
@@ -150,14 +138,14 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 
 def version_sentence(config: DrafterConfig, to: str) -> str:
     """Return, in words, the engine version that an exported folder is for, and what this drafter needs there."""
-    exporter = exporter_of(config, to)
+    exporter = EXPORTERS[config.kind, to]
     plugin = " with draftsmith in its environment (`pip install -e .` in a checkout)" if exporter.by_plugin else ""
     return f"for {exporter.versions or FORMATS[to]}{plugin}"
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """Return vLLM's argument `speculative_config` for an exported folder."""
-    exporter = exporter_of(config, "vllm")
+    exporter = EXPORTERS[config.kind, "vllm"]
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
@@ -193,7 +181,7 @@ def serving_command(config: DrafterConfig, to: str, target: str, folder: str, lo
     Args:
         loading: Options from `loading_words`.
     """
-    exporter, tokens = exporter_of(config, to), drafted_tokens(config)
+    exporter, tokens = EXPORTERS[config.kind, to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
@@ -249,7 +237,7 @@ def export_run(
         if dtype not in (None, *llamacpp.DTYPES):
             raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
         gguf = GgufTarget(get_target_gguf(recipe.target, target_gguf), dtype or "bf16")
-    if exporter_of(drafter.config, to).needs_target(drafter.config):
+    if EXPORTERS[drafter.config.kind, to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target = served_target(recipe) if gguf is None else str(gguf.file.absolute())
@@ -306,7 +294,7 @@ def export_drafter(
     """
     config = drafter.config
     check_expressible(config, to)
-    exporter = exporter_of(config, to)
+    exporter = EXPORTERS[config.kind, to]
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an export: name another folder with --folder")
     reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)

@@ -265,9 +265,6 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel, for_start: bool)
         sources["lm_head"] = sources["lm_head"][drafted_ids(found.state["d2t"])]
     notes = list[str]()
     for name, theirs in found.borrowed.items():
-        if name == "embed_tokens" and found.other_row is not None and theirs.shape == sources[name].shape:
-            theirs = theirs.clone()
-            theirs[found.other_row] = sources["embed_tokens"][found.other_row].to(theirs.dtype)
         if _is(theirs, sources[name]):
             continue
         if not for_start or theirs.shape != sources[name].shape:

@@ -117,7 +117,6 @@ class Parameters:
         borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
             The head has only the rows of `d2t` if the state has one.
         can_own_head: The layout has room for an LM head of the drafter's own, of all tokens.
-        other_row: Row of the embedding that is the drafter's own mask, and may differ.
         assumed: Assumptions about facts that the checkpoint does not state; sentences without a full stop.
     """
 
@@ -125,7 +124,6 @@ class Parameters:
     options: dict[str, Any]
     state: dict[str, Tensor]
     borrowed: dict[str, Tensor] = field(default_factory=dict)
-    other_row: int | None = None
     can_own_head: bool = False
     assumed: tuple[str, ...] = ()
 

@@ -88,11 +88,10 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "first_token": False,
         },
     ),
-    "parallel-embedding": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "first_token": False}),
-    "pard": (
+    "parallel-embedding": (
         "parallel",
         "vllm",
-        {"num_masks": 2, "inputs": "embedding", "shared_mask": True, "intermediate_size": 384},
+        {"num_masks": 2, "inputs": "embedding", "shared_mask": True, "first_token": False},
     ),
     "dflash2": ("dflash2", "vllm", {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8}),
     "speculators-dflash": ("dflash", "speculators", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),

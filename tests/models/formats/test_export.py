@@ -25,7 +25,6 @@ from draftsmith.models.formats.exporting import (
     FORMATS,
     check_written,
     export_drafter,
-    exporter_of,
     loading_words,
     refusal,
     serving_command,
@@ -37,7 +36,6 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 FEATURES = {"feature_layers": [1, 2, 3]}
-PARD = {"inputs": "embedding", "shared_mask": True, "intermediate_size": 24}
 PARALLEL = {
     "num_masks": 3, "num_layers": 2, "feature_layers": [1, -1], "mask_residual": True, "draft_vocab_size": 20,
     "markov_rank": 5, "first_token": False, "intermediate_size": 24,
@@ -56,7 +54,6 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("medusa", "vllm", "qwen3", {"lm_heads": "shared"}),
     ("draft_model", "vllm", "llama", {}),
     ("draft_model", "vllm", "gemma", {"num_layers": 1}),
-    ("parallel", "vllm", "llama", PARD),
     ("parallel", "vllm", "qwen2", {"inputs": "embedding", "num_masks": 1, "num_layers": 2}),
     ("parallel", "vllm", "llama", PARALLEL),
     ("parallel", "vllm", "qwen3", {"inputs": "hidden", "feature_layers": [1, 3], "sliding_window": 9}),
@@ -84,7 +81,7 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle3", "sglang", "qwen3", {**FEATURES, "layers": "llama"}),
     ("eagle", "vllm", "phi3", {"layers": "llama"}),
     ("draft_model", "vllm", "mixtral", {}),
-    ("parallel", "vllm", "qwen3_moe", {**PARD, "layers": "qwen3"}),
+    ("parallel", "vllm", "qwen3_moe", {"inputs": "embedding", "shared_mask": True, "layers": "qwen3"}),
     ("dflash", "vllm", "qwen3_moe", {}),
     ("eagle3", "vllm", "llama", {"layers": "llama"}),
     ("eagle3", "speculators", "qwen3", {"layers": "qwen3"}),
@@ -147,9 +144,9 @@ def test_export_satisfies_the_readers_rules(
     assert (folder / EXPORT_FILE).is_file()
     assert (folder / "model.safetensors").is_file()
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
-    if exporter_of(drafter.config, to).by_plugin:  # tests/models/formats/test_vllm_serves.py has its loader
+    if EXPORTERS[kind, to].by_plugin:  # tests/models/formats/test_vllm_serves.py has its loader
         return
-    if kind in ("draft_model", "parallel"):  # transformers is the loader
+    if kind == "draft_model":  # transformers is the loader
         load_weights("export", str(folder), AutoModelForCausalLM, dtype="auto")
         return
     read = read_checkpoint(folder)
@@ -207,18 +204,6 @@ def test_a_window_is_written_for_each_layer(to: str, place: str | None, tmp_path
     assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"] * 2, 9)
     export_drafter(build_drafter("peagle", "llama", {}), to, tmp_path / "theirs", "TARGET", tmp_path / "ours")
     assert "sliding" not in (tmp_path / "theirs" / "config.json").read_text()
-
-
-@pytest.mark.parametrize(("padding", "mask"), [(0, 0), (2, VOCABULARY - 1)])
-def test_shared_mask_is_the_embedding_of_the_mask_token(padding: int, mask: int, tmp_path: Path) -> None:
-    """It is the padding token's, but not if that is the token which ends answers, as a prompt contains it."""
-    drafter = build_drafter("parallel", "llama", PARD)
-    drafter.config.target_config["pad_token_id"] = padding
-    config, tensors = export_to(drafter, "vllm", tmp_path)
-    expected = drafter.attached.embedding.weight.clone()
-    expected[mask] = drafter.masks[0]
-    assert config["pard_token"] == mask
-    assert torch.equal(tensors["model.embed_tokens.weight"], expected)
 
 
 @pytest.mark.parametrize(

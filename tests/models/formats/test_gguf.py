@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import llamacpp
-from draftsmith.models.formats.exporting import GgufTarget, export_drafter, exporter_of, refusal
+from draftsmith.models.formats.exporting import EXPORTERS, GgufTarget, export_drafter, refusal
 from draftsmith.models.formats.llamacpp import FILE, tokenizer_of
 from draftsmith.models.target.loading import load_target, load_tokenizer
 from draftsmith.recipes.schema import TargetRecipe
@@ -83,7 +83,7 @@ def test_file_has_every_tensor(name: str, dtype: str, target: Any, file: Path, t
     """By size and norm: rows of queries and keys lie in another order, and a map holds ids in place of offsets."""
     kind, options = IN_LLAMACPP[name]
     drafter = build_drafter(kind, options, target)
-    written = exporter_of(drafter.config, "gguf").write(drafter).tensors
+    written = EXPORTERS[drafter.config.kind, "gguf"].write(drafter).tensors
     file = export_to(drafter, file, tmp_path, dtype)
     read = {
         each.name: torch.from_numpy(gguf.quants.dequantize(each.data, each.tensor_type).copy())
