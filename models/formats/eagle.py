@@ -76,20 +76,23 @@ THREE_LAYERS = Refusal(
     "its EAGLE-3 class fuses three layers of the target, not {config.feature_layers}",
     "three layers in drafter.options.feature_layers",
 )  # fmt: skip
-# SGLang runs Llama's layer only.
+# SGLang and llama.cpp run Llama's layer only.
 LLAMA_ALONE = (
     *EAGLE3_RULES,
-    no_layers("qwen3", "its EAGLE-3 class silently drops q/k norms"),
-    only("sliding_window", None, "its EAGLE-3 class attends to all tokens"),
+    no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
+    only("sliding_window", None, "its EAGLE-3 layer attends to all tokens"),
     NO_ATTENTION_BIAS,
-    only("norm_before_residual", False, "it adds attention to the features before their norm"),
     THREE_LAYERS,
 )
-EMBEDDINGS_LAYER = Refusal(
-    "the embeddings among its layers",
-    lambda config: 0 in config.feature_layers,
-    "SGLang counts layers from the output of the first one, so that the embeddings (0) have no number",
-    "drafter.options.feature_layers without 0",
+SGLANG_RULES = (
+    *LLAMA_ALONE,
+    only("norm_before_residual", False, "it adds attention to the features before their norm"),
+    Refusal(
+        "the embeddings among its layers",
+        lambda config: 0 in config.feature_layers,
+        "SGLang counts layers from the output of the first one, so that the embeddings (0) have no number",
+        "drafter.options.feature_layers without 0",
+    ),
 )
 
 
@@ -287,7 +290,7 @@ EXPORTERS = {
     ("peagle", "vllm"): Exporter(
         to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits
     ),
-    ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
+    ("eagle3", "sglang"): Exporter(to_sglang, parameters, SGLANG_RULES, "EAGLE3"),
     ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
         to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always

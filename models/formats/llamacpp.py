@@ -24,15 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError, reason
 from draftsmith.models.formats import causal_lm, dflash, eagle
-from draftsmith.models.formats.layout import (
-    NO_ATTENTION_BIAS,
-    Refusal,
-    has_plain_logits,
-    no_layers,
-    no_layers_but,
-    only,
-    renamed,
-)
+from draftsmith.models.formats.layout import Refusal, has_plain_logits, no_layers_but, only, renamed
 from draftsmith.models.formats.reading import Checkpoint
 from draftsmith.models.groups.layers import layers_config
 
@@ -75,14 +67,10 @@ ROPE = Refusal(
     "a target with plain RoPE",
 )
 EAGLE3_RULES = (
-    *eagle.EAGLE3_RULES,
-    no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
-    only("sliding_window", None, "its EAGLE-3 layer attends to all tokens"),
-    NO_ATTENTION_BIAS,
-    eagle.THREE_LAYERS,
+    *eagle.LLAMA_ALONE,
     only("fc_norm", False, "its EAGLE-3 loader does not support fc_norm"),
     only("norm_output", False, "its EAGLE-3 loader does not support norm_output"),
-)  # fmt: skip
+)
 OF_ITS_SELECTOR = Refusal(
     "more candidates than fit into a row",
     lambda config: config.selector_top_k * (config.selector_top_k + 1) > config.hidden_size,

@@ -95,7 +95,7 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("eagle", "vllm", "qwen3", {}, "no q/k norms", "drafter.options.layers=llama"),
     ("eagle3", "vllm", "gemma", {"layers": "llama"}, "scales embeddings", "drafter.kind=draft_model"),
     ("draft_model", "vllm", "gemma", {"layers": "llama"}, "scales embeddings", "drafter.options.layers=target"),
-    ("eagle3", "sglang", "qwen3", FEATURES, "drops q/k norms", "drafter.options.layers=llama"),
+    ("eagle3", "sglang", "qwen3", FEATURES, "no q/k norms", "drafter.options.layers=llama"),
     ("eagle3", "sglang", "qwen2", FEATURES, "no biases in the attention", "drafter.options.layers=llama"),
     ("eagle3", "sglang", "llama", {"feature_layers": [0, 1, 3]}, "have no number", "without 0"),
     ("eagle3", "sglang", "llama", {"feature_layers": [2, 3]}, "fuses three layers", "three layers in"),
