@@ -17,7 +17,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WrapValidator,
-    model_validator,
 )
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -64,9 +63,9 @@ SlidingWindow = Annotated[
     ),
 ]
 DepthWeights = Annotated[
-    PositiveFloat | Annotated[list[PositiveFloat], Field(max_length=MOST_DEPTHS)],
-    one_message("must be one positive number, or a list of one for each depth"),
-    Field(description="loss weights lambda of the depths, from the first; or one number d for d**0, d**1, ..."),
+    PositiveFloat,
+    one_message("must be one positive number d, for the weights d**0, d**1, ..."),
+    Field(description="number d: the loss weights lambda of the depths are d**0, d**1, ..., from the first"),
 ]
 DraftDepth = Annotated[
     int,
@@ -231,18 +230,8 @@ class DepthOptions(DrafterOptions):
 
     @property
     def depth_shares(self) -> list[float]:
-        given = self.depth_weights
-        weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
+        weights = [self.depth_weights**j for j in range(self.num_depths)]
         return [weight / sum(weights) for weight in weights]
-
-    @model_validator(mode="after")
-    def _one_weight_a_depth(self) -> Self:
-        if len(self.depth_shares) != self.num_depths:
-            raise ValueError(
-                f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
-                f"{self.depth_weights}"
-            )
-        return self
 
 
 def ascending_layers(layers: list[int], info: ValidationInfo, final: int | None = None) -> list[int]:

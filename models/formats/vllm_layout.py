@@ -21,6 +21,7 @@ from draftsmith.models.formats.layout import (
     llama_config,
     no_layers_but,
     no_scaled_embeddings,
+    renamed,
     window_keys,
     with_output_biases,
 )
@@ -89,7 +90,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
         **{option: getattr(ours, option) for option in OPTIONS},
         **(window_keys(ours, len(drafter.layers)) if ours.sliding_window is not None else {}),
     }
-    tensors = {SHORT_NAMES.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
+    tensors = renamed(drafter.state_dict(), SHORT_NAMES)
     tensors["masks"] = drafter.mask_inputs()
     if layers:
         of_embedding = width if ours.inputs == "both" else 0
@@ -114,10 +115,9 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """
     keys = checkpoint.keys
     kind, own, assumed = read_layers(checkpoint, target_config, with_own_width=True)
-    state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
+    state = renamed(checkpoint.tensors, SHORT_NAMES, back=True)
+    state = without_zero_biases(state, of_kind(kind, target_config))
     state.pop("target_norm.weight", None)
-    long_names = {short: ours for ours, short in SHORT_NAMES.items()}
-    state = {long_names.get(name, name): tensor for name, tensor in state.items()}
     parts = ("fuse_embedding.weight", "fuse_features.weight")
     names = [name for name in parts if name in state and state[name].ndim == 2]
     if len({(len(state[name]), state[name].dtype) for name in names}) == 1:  # others are reported by name

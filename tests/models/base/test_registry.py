@@ -50,7 +50,6 @@ def test_weights_that_are_not_finite_in_the_targets_dtype_are_refused(
     ("kind", "values"),
     [
         ("parallel", {"num_masks": 10**9}),
-        ("parallel", {"depth_weights": [0.5] * 10**4}),
         ("medusa", {"num_heads": 10**9}),
         ("eagle3", {"ttt_steps": 10**9}),
         ("dflash", {"block_size": 10**9}),

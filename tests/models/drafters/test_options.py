@@ -6,17 +6,16 @@ import pytest
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 
 TARGET_LAYERS = 4
 LOSSES = "loss`: must be ce, kl, tv, or some of these with a weight each, as in `{ce: 0.1, tv: 1.8}`"
-ONE_EACH = r"`depth_weights` must be one positive number or \d+ of them \(one for each depth\), not \[1.0\]"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {"num_mask": 4}, "unknown key `drafter.options.num_mask`: did you mean `num_masks`"),
     ("parallel", {"inputs": "hiden"}, "inputs`: input should be 'embedding', 'hidden' or 'both', not 'hiden'"),
     ("parallel", {"intermediate_size": 4096}, "`: must be at most .*, the width of the target's MLPs, not 4096"),
     ("parallel", {"feature_layers": [1, 0]}, r"list of ascending layer numbers from 0 to 3 \(and -1 .*not \[1, 0\]"),
-    ("parallel", {"depth_weights": "high"}, "must be one positive number, or a list of one for each depth, not 'high'"),
+    ("parallel", {"depth_weights": [1.0, 0.5]}, r"must be one positive number d, for the weights .*, not \[1.0, 0.5\]"),
     (
         "eagle",
         {"num_masks": 4},
@@ -42,11 +41,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {"loss": {"ce": 1, "lk_alpha": 1}}, "options.loss`: `lk_alpha` was removed: use `tv`"),
     ("parallel", {"dpace_alpha": 0.5}, "key `drafter.options.dpace_alpha` was removed: use `until_first_error: true`"),
     *(("parallel", {"loss": wrong}, LOSSES) for wrong in ("mse", {"ce": 1, "mse": 1}, {"ce": 0}, {})),
-    *(
-        (kind, {"depth_weights": [1.0]}, ONE_EACH)
-        for kind in drafter_kinds()
-        if "depth_weights" in load_drafter_class(kind).config_class.Options.model_fields  # not with one depth
-    ),
 ]
 
 
