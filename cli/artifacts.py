@@ -20,7 +20,7 @@ from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, dra
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.eval.report.sentences import proof_sentence
-from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
+from draftsmith.eval.report.summary import OVERALL, summarize
 from draftsmith.files import file_sha256, read_json, write_atomically
 from draftsmith.models.base.registry import drafter_config
 from draftsmith.models.weights import sampled_hash
@@ -72,7 +72,6 @@ class Measurement:
     records: list[QuestionRecord]
     notes: Notes
     summary: list[dict[str, Any]]
-    timing: list[dict[str, Any]]
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
@@ -123,9 +122,9 @@ def recorded_settings(recipe: Recipe) -> Settings:
 
 
 def recorded_measurement(recipe: Recipe) -> Measurement:
-    """Read the records of the runs that the recipe asks for, and compute summary and timing from them.
+    """Read the records of the runs that the recipe asks for, and compute the summary from them.
 
-    `summary.json` and `timing.json` are not read: they are written for other programs.
+    `result.json` is not read: it is written for other programs.
 
     Raises:
         UserError: No measurement has finished yet, or a file is damaged.
@@ -145,7 +144,7 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
     notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
     rows = summarize(records, recorded_divergences(recipe))
     summary = [row | {"target_change": notes.target_change} for row in rows]
-    return Measurement(recipe, records, notes, summary, summarize_timing(records))
+    return Measurement(recipe, records, notes, summary)
 
 
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:

@@ -91,14 +91,12 @@ def evaluate(recipe: Recipe, command: str | None = None) -> list[dict[str, Any]]
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     """Write tables and report from the stored records, and print the table if `show`. Returns the summary."""
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
-    recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
-    baseline = baseline_speeds(records, timing)
+    recipe, records, summary = measured.recipe, measured.records, measured.summary
+    baseline = baseline_speeds(records, summary)
     write_answers(records, folder.eval / "answers", recipe.name)
-    write_json(folder.eval / "summary.json", summary)
-    write_json(folder.eval / "timing.json", timing)
     first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
-    figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
+    figures = evaluation_figures(recipe, summary, measured.notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
     named = [method.drafter for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
     drafters = (folder.drafter if place is None else Path(place) for place in named)
@@ -107,7 +105,6 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     facts = {
         "proof": proof,
         "summary": summary,
-        "timing": timing,
         "baseline": baseline,
         "recipe": recipe,
         "provenance": provenance,
@@ -122,13 +119,13 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     write_report(folder.root, facts)
     artifacts.update_card(recipe)
     if show:
-        show_table(summary, baseline, timing, recipe.target.model == sentences.EMBEDDED)
+        show_table(summary, baseline, recipe.target.model == sentences.EMBEDDED)
     return summary
 
 
-def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_embedded: bool) -> None:
+def show_table(summary: list[Row], baseline: list[Row], is_embedded: bool) -> None:
     """Print the result table and sentences that explain it; `is_embedded` selects those of the embedded target."""
-    title, headings, cells = sentences.result_table(summary, timing)
+    title, headings, cells = sentences.result_table(summary)
     print_table(headings, cells, title)
     # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.
     why = [f"{sentences.EMBEDDED_MEANING}."] if is_embedded else sentences.baseline_sentences(baseline)

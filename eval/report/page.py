@@ -50,7 +50,7 @@ def write_report(root: Path, facts: dict[str, Any]) -> Path:
     """Write `report.html` into the run's folder. Returns the file.
 
     Args:
-        facts: `summary`, `timing`, `recipe`, `provenance` of the eval stage, `questions`, `left_out`,
+        facts: `summary`, `recipe`, `provenance` of the eval stage, `questions`, `left_out`,
             `tasks_left_out`, `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
             `eval/engines/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, reports of `trained`
             drafters by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `data_card`.
@@ -73,8 +73,7 @@ def write_report(root: Path, facts: dict[str, Any]) -> Path:
 
 def report_values(facts: dict[str, Any]) -> dict[str, Any]:
     """Return `facts` (see `write_report`) and all other values that the templates of the report need."""
-    summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
-    records, proof = facts["records"], facts["proof"]
+    summary, recipe, records, proof = facts["summary"], facts["recipe"], facts["records"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]
     columns = list(dict.fromkeys(row["category"] for row in summary))
     columns += [MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else []
@@ -85,7 +84,7 @@ def report_values(facts: dict[str, Any]) -> dict[str, Any]:
     settings = yaml.safe_dump(method_settings(recipe), sort_keys=False, allow_unicode=True)
     values = {
         **facts,
-        "verdicts": sentences.verdicts(summary, timing),
+        "verdicts": sentences.verdicts(summary),
         "lossless": sentences.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": recipe.target.gguf_file or recipe.target.display_name,
@@ -95,6 +94,7 @@ def report_values(facts: dict[str, Any]) -> dict[str, Any]:
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else sentences.LENIENCE_WARNING,
         "overall": overall,
+        "rounds": [row for row in overall if row["timing"]],
         "seed_spread": seed_spread(summary),
         # Rows of methods with a reduced draft vocabulary.
         "vocabulary": [row for row in overall if row.get("decoded_coverage") is not None],
@@ -107,7 +107,7 @@ def report_values(facts: dict[str, Any]) -> dict[str, Any]:
         "hashes": {text.drafter_name(name): value for name, value in facts["inputs_sha256"].items()},
         "why": sentences.WHY,
     }
-    holds = {"rounds": "timing", "training": "trained", "data": "data_card", "settings": "recipe"}
+    holds = {"training": "trained", "data": "data_card", "settings": "recipe"}
     holds["categories"] = "methods"
     values["sections"] = {name: title for name, title in SECTIONS.items() if values[holds.get(name, name)]}
     return values

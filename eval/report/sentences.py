@@ -12,7 +12,6 @@ from draftsmith.eval.report.summary import (
     by_temperature,
     drafted_rows,
     headline,
-    method_key,
 )
 from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
 
@@ -49,7 +48,7 @@ TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
 class SpeedVerdict:
     """Judgement of the fastest method at one temperature.
 
-    why: explanation by tau and costs; None without timing. row: the method's row of the summary, over all questions.
+    why: explanation by tau and costs; None without a round. row: the method's row of the summary, over all questions.
     """
 
     word: str
@@ -71,14 +70,12 @@ def verdict_word(ends: list[float] | None) -> str:
     return SLOWER if ends[1] < 1 else NO_GAIN
 
 
-def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
+def verdicts(summary: list[Row]) -> list[SpeedVerdict]:
     """Judge the fastest method at each temperature, lowest first; empty if only the baseline was measured."""
-    timed = {method_key(row): row for row in timing}
-    bests = [(best_row(rows), len(rows)) for rows in by_temperature(drafted_rows(summary)).values()]
-    return [_verdict(best, count, timed) for best, count in bests]
+    return [_verdict(best_row(rows), len(rows)) for rows in by_temperature(drafted_rows(summary)).values()]
 
 
-def _verdict(best: Row, count: int, timed: dict[str, Row]) -> SpeedVerdict:
+def _verdict(best: Row, count: int) -> SpeedVerdict:
     """Judge the fastest of `count` methods."""
     shown, tasks = headline(best), best.get("over_tasks")
     word = verdict_word(shown["speedup_interval"])
@@ -92,7 +89,7 @@ def _verdict(best: Row, count: int, timed: dict[str, Row]) -> SpeedVerdict:
         SLOWER: f"{name}{among} slows the target down, to {times}.",
         UNCLEAR: f"{name}{among} reached {times}, on too few questions{' of a task' * bool(tasks)} to say how surely.",
     }[word]
-    why, costs = None, round_costs(timed.get(method_key(best)))
+    why, costs = None, round_costs(best)
     if costs is not None:
         draft, check = costs
         why = (
@@ -102,9 +99,9 @@ def _verdict(best: Row, count: int, timed: dict[str, Row]) -> SpeedVerdict:
     return SpeedVerdict(word, sentence, why, best)
 
 
-def round_costs(timing: Row | None) -> tuple[float, float] | None:
-    """Return (time to draft, time to check the draft) of a round, in steps of the target alone; None without timing."""
-    if timing is None:
+def round_costs(row: Row) -> tuple[float, float] | None:
+    """Return (time to draft, time to check the draft) of a round, in steps of the target alone; None without rounds."""
+    if (timing := row["timing"]) is None:
         return None
     return timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
 
@@ -186,18 +183,17 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
     )
 
 
-def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:
+def result_table(summary: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:
     """Return title, headings and cells of the terminal's table, with one line per method, the fastest first.
 
     The baseline is left out, unless nothing else was measured.
     """
-    timed = {method_key(row): row for row in timing}
     rows = drafted_rows(summary) or [row for row in summary if row["category"] == OVERALL]
     over_tasks = next((row for row in rows if row.get("over_tasks")), None)
     over = "all questions" if over_tasks is None else f"mean over {tasks_and_questions(over_tasks)}"
     cells = []
     for row in sorted(rows, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
-        shown, costs = headline(row), round_costs(timed.get(method_key(row)))
+        shown, costs = headline(row), round_costs(row)
         name = f"{row['method']} T={row['temperature']:g}" if len(by_temperature(summary)) > 1 else row["method"]
         cells.append(
             [

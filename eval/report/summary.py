@@ -9,8 +9,8 @@ speedup_by_question  with means over questions of each one's tokens / s, as Spec
 ..._interval         95 % confidence interval over questions: `bootstrap.py`
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
                      there are two tasks or more. They are then the headline, by which methods are ordered and chosen
-t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds;
-                     t_draft without each answer's first draft, which reads the prompt
+timing               seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds:
+                     t_target_step_s, ...; t_draft_s without each answer's first draft, which reads the prompt
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): below 1 by the
                      overhead of the loop's Python code and by first drafts; decoding = without the target's prefill
 cost ratio           t_draft / t_target_step, of a whole round
@@ -19,8 +19,8 @@ seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same reci
 A task may join several categories, as Spec-Bench's `mt_bench` joins eight. They are shown only where it is the only
 task, so that no question counts twice. What the figures mean is in `docs/concepts/metrics.md`.
 
-Everywhere `summary` are the rows of `summarize`, `timing` those of `summarize_timing`, `baseline` those of
-`baseline_speeds`, `proof` is the JSON of `draftsmith prove`, None if it was not run.
+Everywhere `summary` are the rows of `summarize`, `baseline` those of `baseline_speeds`, `proof` is the JSON of
+`draftsmith prove`, None if it was not run.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         **draft_vocabulary_figures(turns),
         **_intervals(question_sums(records, key, category), first),
         "over_tasks": _over_tasks(records, key) if category == OVERALL else None,
+        "timing": _timing(pairs) if category == OVERALL and rounds else None,
         **_identity(records, key, category, ties),
     }
 
@@ -201,34 +202,18 @@ def _speed(turns: Iterable[AnswerRecord]) -> float:
     return sum(len(turn.ids) for turn in turns) / sum(turn.wall_time_s for turn in turns)
 
 
-def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
-    """Compute a row per method and temperature: times of a round's phases, predicted and measured speedup."""
-    check_fair_clock(records)
-    rows = []
-    for key in records[0].answers:
-        pairs = _pairs(records, key, OVERALL)
-        if any(turn.rounds for turn in _turns(answer for _, answer, _ in pairs)):
-            rows.append(_timing_row(pairs))
-    return rows
-
-
-def _timing_row(pairs: list[Pair]) -> Row:
+def _timing(pairs: list[Pair]) -> Row:
     """Compute the median times of a round's phases, and predicted and measured speedup."""
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
-    turns, first = _turns(answers), answers[0]
+    turns = _turns(answers)
     t_target_s = _median_per_round(baselines, lambda turn: turn.verify_s)
     t_draft_s = _median_per_round(answers, lambda turn: turn.usual_draft_s)
     t_verify_s = _median_per_round(answers, lambda turn: turn.verify_s)
     tau = sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.rounds for turn in turns)
     predicted = tau * t_target_s / (t_draft_s + t_verify_s)
     decoding_speedup = _decoding_speed(turns) / _decoding_speed(_turns(baselines))
-    speedup = _speed(turns) / _speed(_turns(baselines))
     return {
-        "method": first.method,
-        "temperature": first.temperature,
-        "lossless": first.lossless,
-        "tau": tau,
         "t_target_step_s": t_target_s,
         "t_draft_s": t_draft_s,
         "t_verify_forward_s": t_verify_s,
@@ -237,7 +222,6 @@ def _timing_row(pairs: list[Pair]) -> Row:
         "cost_ratio": t_draft_s / t_target_s,
         "speedup_predicted": predicted,
         "speedup_decoding": decoding_speedup,
-        "speedup_with_prefill": speedup,
         "loop_efficiency": decoding_speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth([length for turn in turns for length in turn.draft_lengths]),
     }
@@ -326,7 +310,7 @@ def seed_spread(summary: list[Row]) -> list[Row]:
     ]
 
 
-def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Row]:
+def baseline_speeds(records: list[QuestionRecord], summary: list[Row]) -> list[Row]:
     """Compare the bytes per second of the baseline's step with a plain read's, one row per temperature.
 
     Empty if no read was recorded, as for a mixture of experts.
@@ -338,6 +322,7 @@ def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Ro
         return []
     weights_bytes = reads[0][0]
     read_bytes_per_s = statistics.median(count / seconds for count, seconds in reads)
+    steps_s = {row["temperature"]: row["timing"]["t_target_step_s"] for row in summary if row["timing"]}
     return [
         {
             "temperature": temperature,
@@ -347,18 +332,16 @@ def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Ro
             "read_bytes_per_s": read_bytes_per_s,
             "share": weights_bytes / step_s / read_bytes_per_s,
         }
-        for temperature, step_s in {row["temperature"]: row["t_target_step_s"] for row in timing}.items()
+        for temperature, step_s in steps_s.items()
         if step_s > 0
     ]
 
 
-def evaluation_figures(
-    recipe: Recipe, summary: list[Row], timing: list[Row], questions: int, proof: Any, baseline: list[Row]
-) -> Row:
+def evaluation_figures(recipe: Recipe, summary: list[Row], questions: int, proof: Any, baseline: list[Row]) -> Row:
     """Return all figures that a document may quote, in the form of `core/results.py`, each under its own name.
 
-    By `method@temperature`: the row over all questions, the times of a round, and the main figures by category. Also
-    each method's settings, as in `eval.methods`.
+    By `method@temperature`: the row over all questions, and the main figures by category. Also each method's settings,
+    as in `eval.methods`.
     """
     rows: dict[str, Row] = {}
     for row in summary:
@@ -368,8 +351,6 @@ def evaluation_figures(
         else:
             by_category = figures.setdefault("by_category", {})
             by_category[row["category"]] = {key: row[key] for key in CATEGORY_FIGURES}
-    for row in timing:
-        rows[method_key(row)]["timing"] = row
     return {
         "recipe": recipe.name,
         "target": recipe.target.gguf_file or recipe.target.model,

@@ -24,15 +24,12 @@ def test_results_of_an_evaluation(finished: FinishedRun) -> None:
     report = (folder.root / "report.html").read_text()
     assert "<p>Proved: " in report
     assert "baseline&#39;s step reads " in report
-    timing = {row["method"]: row for row in json.loads((folder.eval / "timing.json").read_text())}
     result = json.loads((folder.eval / "result.json").read_text())
     assert tuple(result) == RESULT_KEYS
     (baseline,) = result["figures"]["baseline"]
-    assert baseline["step_s"] == timing["autoregressive"]["t_target_step_s"]
+    rows = result["figures"]["rows"]
+    assert baseline["step_s"] == rows["autoregressive@0"]["timing"]["t_target_step_s"]
     assert baseline["share"] == pytest.approx(baseline["step_bytes_per_s"] / baseline["read_bytes_per_s"])
-    assert {name: row["timing"] for name, row in result["figures"]["rows"].items() if "timing" in row} == {
-        f"{method}@0": row for method, row in timing.items()
-    }
     # The measurement records its tree, so that results of another tuning are not mixed in.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert (settings["eval"]["methods"][0]["tree"], settings["eval"]["methods"][0]["nodes"]) == ("best_first", 3)
@@ -50,19 +47,20 @@ def test_tuning_stores_the_fastest_tree(finished: FinishedRun) -> None:
 
 
 def test_model_card_has_figures_and_proof_of_its_weights_only(finished: FinishedRun) -> None:
-    """Edits of `summary.json` or of the proof's verdict do not reach it."""
+    """Edits of `result.json` or of the proof's verdict do not reach it."""
     recipe = load_recipe(finished.recipe)
     folder = RunFolder(recipe)
     card = folder.drafter / "README.md"
     text = ModelCard.load(card).text
-    summary_file, proof_file = folder.eval / "summary.json", folder.eval / "proof.json"
-    summary, proof = json.loads(summary_file.read_text()), json.loads(proof_file.read_text())
-    (row,) = (row for row in summary if (row["method"], row["category"]) == ("tuned", "overall"))
+    result_file, proof_file = folder.eval / "result.json", folder.eval / "proof.json"
+    result, proof = json.loads(result_file.read_text()), json.loads(proof_file.read_text())
+    row = result["figures"]["rows"]["tuned@0"]
     assert f"| tuned | 0 | {row['tau']:.2f} | {row['tau_without_bonus']:.2f} | {row['speedup_mean']:.2f} |" in text
     assert "| x |" not in text, "what is not this drafter's"
     assert "Proved: " in text
     assert "On 2 questions of `questions`" in text
-    summary_file.write_text(json.dumps([{**row, "speedup_mean": 99.0, "tau": 98.0} for row in summary]))
+    row |= {"speedup_mean": 99.0, "tau": 98.0}
+    result_file.write_text(json.dumps(result))
     update_card(recipe)
     assert ModelCard.load(card).text == text
     proof_file.write_text(json.dumps({**proof, "holds": True, "enumeration_error": 0.5}))

@@ -1,4 +1,4 @@
-"""Invented inputs of a report: records, a summary, its timing, and facts of every section of the page."""
+"""Invented inputs of a report: records, a summary, and facts of every section of the page."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.data.card.card import CardSource, DataCard
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.decoding.generate import AnswerRecord
-from draftsmith.eval.report.summary import summarize, summarize_timing
+from draftsmith.eval.report.summary import summarize
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.report import TrainReport
 
@@ -32,6 +32,7 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
         "greedy_identical": True if temperature == 0 else None,
         "different_answers": 0 if temperature == 0 else None,
         "numerical_ties": 0 if temperature == 0 else None,
+        "timing": None,
     }
     return values | changes
 
@@ -39,31 +40,23 @@ def row(method: str, category: str, temperature: float = 0.0, **changes: Any) ->
 BUG = row("bad", "overall", greedy_identical=False, different_answers=3, numerical_ties=2)
 TIES = row("rounded", "overall", greedy_identical=False, different_answers=3, numerical_ties=3)
 CATEGORIES = ("writing", "math", "overall")
+TIMING = {
+    "t_target_step_s": 0.004,
+    "t_draft_s": 0.001,
+    "t_verify_forward_s": 0.0045,
+    "t_choose_s": 0.0002,
+    "t_commit_s": 0.000123,
+    "cost_ratio": 0.25,
+    "speedup_predicted": 1.9,
+    "speedup_decoding": 1.8,
+    "loop_efficiency": 0.95,
+    "acceptance_by_depth": [0.5, 0.4],
+}
 SUMMARY = [
     *(row("autoregressive", name, tau=1.0, tau_without_bonus=0.0, speedup_mean=1.0) for name in CATEGORIES),
     *(row("chain", name) for name in CATEGORIES),
-    *(row("tree", name, speedup_mean=2.01, speedup_std=0.1) for name in CATEGORIES),
+    *(row("tree", name, speedup_mean=2.01, speedup_std=0.1, timing=TIMING) for name in CATEGORIES),
 ]
-TIMING = [
-    {
-        "method": "tree",
-        "temperature": 0.0,
-        "lossless": True,
-        "tau": 2.5,
-        "t_target_step_s": 0.004,
-        "t_draft_s": 0.001,
-        "t_verify_forward_s": 0.0045,
-        "t_choose_s": 0.0002,
-        "t_commit_s": 0.000123,
-        "cost_ratio": 0.25,
-        "speedup_predicted": 1.9,
-        "speedup_decoding": 1.8,
-        "speedup_with_prefill": 1.7,
-        "loop_efficiency": 0.95,
-        "acceptance_by_depth": [0.5, 0.4],
-    }
-]
-
 BASELINE = [{"temperature": 0.0, "step_bytes_per_s": 2e9, "read_bytes_per_s": 4e9, "share": 0.5}]
 
 
@@ -71,7 +64,6 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
     machine = {"platform": "Linux", "processor": "x86_64", "cpu_count": 2, "omp_num_threads": "2"}
     return {
         "summary": summary,
-        "timing": TIMING,
         "recipe": Recipe(name="demo"),
         "provenance": {
             "machine": machine,
@@ -177,7 +169,6 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
         }
     )
     return facts(summary) | {
-        "timing": summarize_timing(records),
         "questions": len(records),
         "recipe": recipe,
         "records": records,

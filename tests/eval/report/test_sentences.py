@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.report_facts import BUG, SUMMARY, TIES, TIMING, row
+from support.report_facts import BUG, SUMMARY, TIES, row
 
 from draftsmith.eval.report.sentences import FASTER, NO_GAIN, SLOWER, UNCLEAR, lossless, verdict_word, verdicts
 
@@ -20,7 +20,7 @@ from draftsmith.eval.report.sentences import FASTER, NO_GAIN, SLOWER, UNCLEAR, l
 )
 def test_verdict_follows_from_the_interval(ends: list[float] | None, word: str, tone: str) -> None:
     assert verdict_word(ends) == word
-    (verdict,) = verdicts([row("x", "overall", speedup_interval=ends)], [])
+    (verdict,) = verdicts([row("x", "overall", speedup_interval=ends)])
     assert (verdict.word, verdict.tone, verdict.why) == (word, tone, None)
 
 
@@ -32,8 +32,8 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
         row("hot", "overall", 1.0, speedup_mean=1.1),
         row("fast", "writing", speedup_mean=9.0),
     ]
-    assert [(each.row["method"], each.row["temperature"]) for each in verdicts(rows, [])] == [("fast", 0), ("hot", 1)]
-    assert verdicts(SUMMARY[:3], TIMING) == []
+    assert [(each.row["method"], each.row["temperature"]) for each in verdicts(rows)] == [("fast", 0), ("hot", 1)]
+    assert verdicts(SUMMARY[:3]) == []
 
 
 def test_lossless_verdict() -> None:

@@ -13,7 +13,6 @@ from draftsmith.eval.report.summary import (
     best_row,
     evaluation_figures,
     summarize,
-    summarize_timing,
 )
 from draftsmith.recipes.schema import Recipe
 
@@ -41,7 +40,7 @@ def questions_read_in(*seconds: float | None) -> list[QuestionRecord]:
 
 def test_baseline_bandwidth_by_hand() -> None:
     """2 MB in 1 ms are 2 GB/s; the median question read them in 0.5 ms, 4 GB/s."""
-    step = {"temperature": 0.0, "t_target_step_s": 0.001}
+    step = {"temperature": 0.0, "timing": {"t_target_step_s": 0.001}}
     (found,) = baseline_speeds(questions_read_in(0.0005, 0.0004, 0.01, None), [step])
     assert found == {
         "temperature": 0.0,
@@ -52,7 +51,7 @@ def test_baseline_bandwidth_by_hand() -> None:
         "share": pytest.approx(0.5),
     }
     assert baseline_speeds(questions_read_in(None), [step]) == []
-    assert baseline_speeds(questions_read_in(0.001), [step | {"t_target_step_s": 0.0}]) == []
+    assert baseline_speeds(questions_read_in(0.001), [step | {"timing": {"t_target_step_s": 0.0}}]) == []
 
 
 # ---- figures by hand ----
@@ -100,7 +99,7 @@ def test_pooled_and_by_question_by_hand() -> None:
 
 def test_timing_by_hand() -> None:
     """t_target 0.2, t_draft 0.1, t_verify 0.2, tau 3: predicted 3 * 0.2 / 0.3 = 2; measured 4.5 / 2.5 = 1.8."""
-    row = summarize_timing([made_up(0, 2.5, 4.5)])[-1]
+    row = summarize([made_up(0, 2.5, 4.5)])[-1]["timing"]
     assert row["speedup_predicted"] == pytest.approx(2.0)
     assert row["speedup_decoding"] == pytest.approx(1.8)
     assert row["loop_efficiency"] == pytest.approx(0.9)
@@ -135,7 +134,7 @@ def test_tasks_have_equal_weight() -> None:
         )
     ]  # fmt: skip
     summary = summarize(records)
-    rows = evaluation_figures(Recipe(name="table"), summary, [], 3, None, [])["rows"]
+    rows = evaluation_figures(Recipe(name="table"), summary, 3, None, [])["rows"]
     assert rows["chain@0"]["over_tasks"] == {
         "tasks": 2, "tau": pytest.approx(2.75), "speedup_mean": pytest.approx(1.5), "tau_interval": None,
         "speedup_interval": None, "questions": {"mt_bench": 2, "qa": 1},
