@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from draftsmith.cli.console import console, print_table
 from draftsmith.cli.evaluate import report_again
 from draftsmith.cli.prove import compare_answers
 from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
+from draftsmith.data.engines.server_process import ServerProcess
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
@@ -206,29 +208,24 @@ def _start_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Abstract
             "eval.temperatures=[0.0], or measure on a GPU"
         )
     depth = NGRAM_DRAFT if drafter is None else drafted_tokens(drafter)
-    speculative: dict[str, dict[str, Any]] = {}
+    drafting: dict[str, dict[str, Any]] = {PLAIN: {}}
     if options.ngram:
-        speculative[NGRAM] = VLLM_NGRAM | {"num_speculative_tokens": depth}
+        drafting[NGRAM] = {"speculative_config": VLLM_NGRAM | {"num_speculative_tokens": depth}}
     if drafter is not None:
         exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
         notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
-        speculative[DRAFTING] = exporting.speculative_config(drafter, str(exported.folder.absolute()))
+        config = exporting.speculative_config(drafter, str(exported.folder.absolute()))
+        drafting[DRAFTING] = {"speculative_config": config}
     target = loading.target_without_weights(recipe.target)
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + depth + 1, limit or sys.maxsize)
     most = max(options.concurrencies)
     arguments = vllm_arguments(engine_options, setting.engine, length, most)
-
-    @contextmanager
-    def started(**more: Any) -> Iterator[Endpoint]:
-        with (
-            closing(VllmServer({**arguments, **more}, OPTIONS_KEY)) as server,
-            closing(Endpoint(server.url, setting.engine, is_ours=True)) as endpoint,
-        ):
-            yield endpoint
-
-    return {PLAIN: started()} | {arm: started(speculative_config=config) for arm, config in speculative.items()}
+    return {
+        arm: _started(setting, partial(VllmServer, {**arguments, **more}, OPTIONS_KEY))
+        for arm, more in drafting.items()
+    }
 
 
 def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, AbstractContextManager[Endpoint]]:
@@ -240,31 +237,30 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Ab
             "llama-server was not found on PATH: build it with `make llamacpp-env`, or add its folder to PATH"
         )
     file, depth = exporting.get_target_gguf(recipe.target, options.target_gguf), options.draft_tokens or NGRAM_DRAFT
-    speculative: dict[str, list[str]] = {}
+    drafting: dict[str, list[str]] = {PLAIN: []}
     notes.append(f"Target {file.name}.")
     if setting.has_drafter:
         made = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype).made
         depth = options.draft_tokens or made.num_speculative_tokens
         words = shlex.split(made.command)
         words[words.index("--spec-draft-n-max") + 1] = str(depth)
-        speculative[DRAFTING] = words[words.index("--model-draft") :]
+        drafting[DRAFTING] = words[words.index("--model-draft") :]
         notes.append(f"Drafter in {options.dtype or 'bf16'}; trained to draft {made.num_speculative_tokens} tokens.")
     if options.ngram:
-        speculative = {NGRAM: [*LLAMA_NGRAM, str(depth)], **speculative}
+        drafting = {PLAIN: [], NGRAM: [*LLAMA_NGRAM, str(depth)], **drafting}
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
     exactly = UNROUNDED if options.dtype == "f32" else ()
+    how = (length + depth + 1, "--metrics", "-t", torch.get_num_threads(), *exactly)
+    start = partial(LlamaServer, program, file, *how, at_once=max(options.concurrencies))
+    return {arm: _started(setting, partial(start, *words)) for arm, words in drafting.items()}
 
-    @contextmanager
-    def started(*drafting: str) -> Iterator[Endpoint]:
-        threads = ("-t", torch.get_num_threads())
-        how: tuple[Any, ...] = (length + depth + 1, "--metrics", *threads, *exactly, *drafting)
-        with (
-            closing(LlamaServer(program, file, *how, at_once=max(options.concurrencies))) as server,
-            closing(LlamaEndpoint(server.url, setting.engine, is_ours=True)) as endpoint,
-        ):
-            yield endpoint
 
-    return {PLAIN: started()} | {arm: started(*words) for arm, words in speculative.items()}
+@contextmanager
+def _started(setting: _Setting, start: Callable[[], ServerProcess]) -> Iterator[Endpoint]:
+    """Start a server, connect to it, and end it with the context."""
+    connect = ENDPOINTS[setting.options.engine]
+    with closing(start()) as server, closing(connect(server.url, setting.engine, is_ours=True)) as endpoint:
+        yield endpoint
 
 
 def read_engine_options(text: str) -> VllmOptions:

@@ -39,14 +39,13 @@ class AnswerRecord:
     accept_lengths: number of tokens that each round commits, the target's own included; their mean is tau.
     draft_lengths: number of accepted draft tokens of each round; their mean is tau without the target's own token.
     draft_depths: length of each round's longest drafted path.
-    prompt_tokens: length of the prompt.
     tried: number of drafted depths that verification reached; the accepted share of them is the acceptance rate alpha.
     outside_tokens: number of the rounds' tokens that are not in the method's draft vocabulary, all of them the target's
         own; None: the method can draft every token.
     ended_outside: indices, from 0, of the rounds that rejected draft tokens and ended with a token outside the draft
         vocabulary, which no draft could have matched. None: the method can draft every token.
     round_s: seconds of each round; the four phases below are sums over all rounds. wall_time_s: the whole answer's.
-    first_token_s: seconds from the start to the answer's first token; prefill_s: to the start of the first round.
+    prefill_s: seconds from the start to the start of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the accepted path;
         committing it. first_draft_s: draft_s of the first round, in which the drafter reads the prompt, or None.
     """
@@ -57,12 +56,10 @@ class AnswerRecord:
     draft_lengths: list[int] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
     tried: int = 0
-    prompt_tokens: int = 0
     outside_tokens: int | None = None
     ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)
     wall_time_s: float = 0.0
-    first_token_s: float = 0.0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -147,9 +144,7 @@ class Generation:
         """Read the prompt, start the method and add the answer's first token; return the prompt's features [P, F]."""
         started_s = time.perf_counter()
         step = session.prefill(prompt_ids)
-        self.record.prompt_tokens = len(prompt_ids)
         self._keep([first_token(step.logits[-1], self.sampling, self.generator)])
-        self.record.first_token_s = time.perf_counter() - started_s
         self.method.start(prompt_ids, step.features)
         self.method.observe(self.record.ids[:1], step.features[-1:])
         self.record.prefill_s = time.perf_counter() - started_s

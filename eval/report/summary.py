@@ -105,7 +105,6 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         "speedup_mean": statistics.fmean(speedups),
         "speedup_std": statistics.stdev(speedups) if len(speedups) > 1 else None,
         "speedup_by_question_mean": statistics.fmean(by_question),
-        "speedup_by_question_std": statistics.stdev(by_question) if len(by_question) > 1 else None,
         "runs": len(runs),
         "tokens": sum(len(turn.ids) for turn in turns),
         "tokens_per_s": _speed(turns),

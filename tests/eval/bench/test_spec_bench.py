@@ -111,7 +111,6 @@ def test_harness_resumes_and_writes_records(
     for turn in (turn for record in records for answer in record.answers.values() for turn in answer.turns):
         assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
         assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
-        assert turn.first_token_s <= turn.prefill_s
     # The first method rotates. After an interruption in question three only that is repeated, with the same sample.
     lines = log.file.read_text().splitlines(keepends=True)
     log.file.write_text("".join(lines[:2]) + lines[2][:40])
@@ -199,4 +198,3 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     later = Question(10, "math", ("a" * 70, "b" * 20))
     answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(methods[0], later)
     assert (len(answer.turns), answer.turns_left_out) == (1, 1)
-    assert answer.turns[0].prompt_tokens == 72  # two before the 70 letters
