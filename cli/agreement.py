@@ -79,7 +79,7 @@ def compare_with_own_chain(
         lengths += of_answer if counts_last_rounds or of_answer[-1] > 1 else of_answer[:-1]
     if not lengths:
         return None
-    committed = (result.tokens - len(result.answers)) / counts.drafts
+    committed = sum(len(answer.ids) - 1 for answer in result.answers) / counts.drafts
     return Agreement(
         depth=depth,
         answers=len(answers),

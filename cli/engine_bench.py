@@ -168,14 +168,14 @@ def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     start = _start_servers if options.engine == "vllm" else _start_llama_servers
     start = start if options.server is None else _connect_servers
     measured = [each for arm, endpoint in start(setting, notes).items() for each in _measure(setting, arm, endpoint)]
-    rows = with_speedups([result.row() for result in measured])
+    rows = with_speedups([result.row for result in measured])
     notes += _count_sentences(measured)
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
     served = EngineMeasurement(place, rows, notes, len(questions), options.name)
     # Written before the target is loaded to check the answers: a failure there must not lose the measurement.
     file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
-        {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
+        {**{key: getattr(each.row, key) for key in ("arm", "temperature", "concurrency")}, **asdict(answer)}
         for each in measured
         for answer in each.answers
     ]
@@ -341,7 +341,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
                 questions = options.choose(setting.questions, concurrency)
                 result = send_questions(endpoint, tokenizer, questions, settings, seed, concurrency, arm)
                 if not result.answers:
-                    reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
+                    reasons = ", ".join(result.row.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
                     raise UserError(f"{options.name} ({arm}) answered no question: {reasons}")
                 yield result
 
@@ -351,11 +351,12 @@ def _check_answers(setting: _Setting, measured: list[ArmResult], served: EngineM
 
     The figures and sentences are added to the measurement.
     """
-    greedy = [result for result in measured if result.temperature == 0]
-    plain = {result.concurrency: result for result in greedy if result.arm == PLAIN}
-    pairs = [(plain[each.concurrency], each) for each in greedy if each.arm != PLAIN and each.concurrency in plain]
+    greedy = [result for result in measured if result.row.temperature == 0]
+    plain = {result.row.concurrency: result for result in greedy if result.row.arm == PLAIN}
+    drafting = [result for result in greedy if result.row.arm != PLAIN]
+    pairs = [(plain[each.row.concurrency], each) for each in drafting if each.row.concurrency in plain]
     folder = RunFolder(setting.recipe).drafter
-    drafted = [result for result in greedy if result.arm == DRAFTING and result.counts.drafts]
+    drafted = [result for result in drafting if result.row.arm == DRAFTING and result.counts.drafts]
     drafted = drafted if (folder / "config.json").is_file() else []
     if not pairs and not drafted:
         return
@@ -381,7 +382,7 @@ def _compare_greedy(
     same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
     prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
     answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
-    name = f"{drafting.arm}, concurrency {drafting.concurrency}"
+    name = f"{drafting.row.arm}, concurrency {drafting.row.concurrency}"
     equal = sum(answers[0][key] == answers[1][key] for key in same)
     served.notes.append(f"Greedy, {name}: {equal} of {len(same)} answers equal those without drafting.")
     if equal < len(same) and setting.options.engine == "llamacpp" and setting.options.dtype != "f32":
@@ -407,11 +408,12 @@ def _count_sentences(measured: list[ArmResult]) -> list[str]:
     """Return sentences about counters that include other requests, failed requests, and turns that were left out."""
     sentences = []
     for result in measured:
-        if result.counts.generated_tokens != result.tokens:
+        row = result.row
+        if result.counts.generated_tokens != row.tokens:
             sentences.append(
-                f"{result.label}: the engine counted {result.counts.generated_tokens} generated tokens, our answers "
-                f"have {result.tokens}, so its counters include other requests (of other clients, or failed ones)."
+                f"{row.label}: the engine counted {result.counts.generated_tokens} generated tokens, our answers "
+                f"have {row.tokens}, so its counters include other requests (of other clients, or failed ones)."
             )
-        sentences += [f"{result.label}: {count} answers failed: {reason}." for reason, count in result.failures.items()]
-    left_out = max(result.turns_left_out for result in measured)
+        sentences += [f"{row.label}: {count} answers failed: {reason}." for reason, count in row.failures.items()]
+    left_out = max(result.row.turns_left_out for result in measured)
     return sentences + ([f"{left_out} turn(s) left no room for an answer and were not asked."] if left_out else [])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,17 +57,18 @@ class TurnAnswer(TimedAnswer):
 class LoadTestRow:
     """Figures of one measured arm at one temperature and concurrency; the module's docstring defines them.
 
-    arm: `without drafter`, `n-gram lookup` or `with drafter`. failures: number of failed answers by reason.
+    arm: `without drafter`, `n-gram lookup` or `with drafter`. failures: number of failed answers by reason. Figures
+    about drafts are None or empty if nothing was drafted.
     """
 
     arm: str
     temperature: float
     concurrency: int
-    tokens_per_s: float | None
-    first_token_s: float | None
-    tau: float | None
-    tau_committed: float | None
-    acceptance_by_depth: list[float]
+    tokens_per_s: float | None = None
+    first_token_s: float | None = None
+    tau: float | None = None
+    tau_committed: float | None = None
+    acceptance_by_depth: list[float] = field(default_factory=list)
     speedup: float | None = None
     user_tokens_per_s: float | None = None
     failures: dict[str, int] = field(default_factory=dict)
@@ -79,6 +79,28 @@ class LoadTestRow:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
+
+    def compute(self, answers: list[TurnAnswer], counts: DraftCounts) -> None:
+        """Compute the figures from the answers, and from the engine's counts while they were generated."""
+        self.answers, self.tokens = len(answers), sum(len(answer.ids) for answer in answers)
+        committed = self.tokens - self.answers  # a prompt gives each answer's first token
+        rounds = max(counts.drafts, committed - counts.accepted_tokens)
+        self.drafts = counts.drafts
+        self.drafted_tokens = counts.drafted_tokens
+        self.accepted_tokens = counts.accepted_tokens
+        self.tau = counts.tau
+        self.tau_committed = committed / rounds if counts.drafts else None
+        self.acceptance_by_depth = counts.acceptance_by_depth
+        self.tokens_per_s = self.tokens / self.wall_time_s if self.wall_time_s > 0 else None
+        if answers:
+            self.first_token_s = statistics.median(answer.first_token_s for answer in answers)
+            self.user_tokens_per_s = statistics.median(
+                len(answer.ids) / (answer.first_token_s + answer.rest_s) for answer in answers
+            )
 
     @property
     def cells(self) -> dict[str, str]:
@@ -153,54 +175,14 @@ def measurement_file(recipe: Recipe, engine: str, given: bool) -> Path:
 
 @dataclass
 class ArmResult:
-    """Answers of one arm (`without drafter`, ...) to all questions, at one temperature and concurrency.
+    """Answers of one arm to all questions, at one temperature and concurrency, with their figures.
 
-    failures: number of failed answers by reason.
+    counts: the engine's counts while they were generated.
     """
 
-    arm: str
-    temperature: float
-    concurrency: int
-    answers: list[TurnAnswer] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    turns_left_out: int = 0
-    wall_time_s: float = 0.0
-    counts: DraftCounts = field(default_factory=DraftCounts)
-
-    @property
-    def label(self) -> str:
-        return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(answer.ids) for answer in self.answers)
-
-    def row(self) -> LoadTestRow:
-        """Compute the figures of these answers; those about drafts are None or empty if nothing was drafted."""
-        counts, tokens = self.counts, self.tokens
-        committed = tokens - len(self.answers)  # a prompt gives each answer's first token
-        rounds = max(counts.drafts, committed - counts.accepted_tokens)
-        first = [answer.first_token_s for answer in self.answers]
-        speeds = [len(answer.ids) / (answer.first_token_s + answer.rest_s) for answer in self.answers if answer.ids]
-        return LoadTestRow(
-            arm=self.arm,
-            temperature=self.temperature,
-            concurrency=self.concurrency,
-            tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
-            first_token_s=statistics.median(first) if first else None,
-            tau=counts.tau,
-            tau_committed=committed / rounds if counts.drafts else None,
-            acceptance_by_depth=counts.acceptance_by_depth,
-            user_tokens_per_s=statistics.median(speeds) if speeds else None,
-            failures=dict(self.failures),
-            answers=len(self.answers),
-            turns_left_out=self.turns_left_out,
-            tokens=tokens,
-            wall_time_s=self.wall_time_s,
-            drafts=counts.drafts,
-            drafted_tokens=counts.drafted_tokens,
-            accepted_tokens=counts.accepted_tokens,
-        )
+    row: LoadTestRow
+    answers: list[TurnAnswer]
+    counts: DraftCounts
 
 
 def send_questions(
@@ -221,7 +203,7 @@ def send_questions(
     Raises:
         UserError: The server rejects the settings that all requests share, or lacks token ids or counters.
     """
-    result = ArmResult(arm, settings.temperature, concurrency)
+    row, answers = LoadTestRow(arm, settings.temperature, concurrency), list[TurnAnswer]()
 
     async def converse(question: Question) -> None:
         history: list[Turn] = []
@@ -231,16 +213,16 @@ def send_questions(
             most = settings.max_new_tokens
             room = most if endpoint.max_length_tokens is None else endpoint.max_length_tokens - len(prompt_ids)
             if room < min(most, FEWEST_NEW_TOKENS):
-                result.turns_left_out += len(question.turns) - turn
+                row.turns_left_out += len(question.turns) - turn
                 return
             own_seed = request_seed(seed, 0, question.question_id, turn, f"engine@{settings.temperature:g}")
             bounded = replace(settings, max_new_tokens=min(most, room))
             answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, bounded, own_seed))
             if isinstance(answer, Failure):
-                result.failures[answer.reason] += 1
+                row.failures[answer.reason] = row.failures.get(answer.reason, 0) + 1
                 return
             times_s = answer.first_token_s, answer.rest_s
-            result.answers.append(TurnAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
+            answers.append(TurnAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
             history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
 
     async def work(waiting: Iterator[Question]) -> None:
@@ -253,12 +235,14 @@ def send_questions(
         await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
 
     before = endpoint.counts()
-    with progress_bar(len(questions), result.label, "question", shown=bool(arm)) as progress:
+    with progress_bar(len(questions), row.label, "question", shown=bool(arm)) as progress:
         started = time.perf_counter()
         endpoint.run(all_of())
-        result.wall_time_s = time.perf_counter() - started
-    result.counts = endpoint.counts(before.generated_tokens + result.tokens) - before
-    return result
+        row.wall_time_s = time.perf_counter() - started
+    tokens = sum(len(answer.ids) for answer in answers)
+    counts = endpoint.counts(before.generated_tokens + tokens) - before
+    row.compute(answers, counts)
+    return ArmResult(row, answers, counts)
 
 
 def with_speedups(rows: list[LoadTestRow]) -> list[LoadTestRow]:

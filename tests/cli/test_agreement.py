@@ -11,7 +11,7 @@ from draftsmith.cli.agreement import Agreement, compare_with_own_chain
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.engines.endpoint import DraftCounts
-from draftsmith.eval.engines.load_test import ArmResult, TurnAnswer
+from draftsmith.eval.engines.load_test import ArmResult, LoadTestRow, TurnAnswer
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
@@ -21,18 +21,18 @@ PROMPTS, NEW_TOKENS, DEPTH = ([5, 9, 33], [7, 8, 12, 40]), 24, 2
 
 def engine_result(target: Any, drafter: Any) -> tuple[ArmResult, float]:
     """Return what an engine would report that decodes with our own loop, and the loop's tau."""
-    result, lengths, depths, committed = ArmResult("with drafter", 0.0, 1), [], [], 0
+    answers, lengths, depths, committed = [], [], [], 0
     for number, prompt in enumerate(PROMPTS):
         with TargetSession(target, 64) as session:
             session.read_layers(drafter.feature_layers)
             chain = build_tree_drafter(MethodConfig(name="chain", max_depth=DEPTH), drafter.decoder(64), Sampling())
             answer = generate(session, chain, prompt, Sampling(), NEW_TOKENS)
-        result.answers.append(TurnAnswer(answer.ids, 0.1, 0.1, number, 0, prompt))
+        answers.append(TurnAnswer(answer.ids, 0.1, 0.1, number, 0, prompt))
         lengths += answer.draft_lengths
         depths += [DEPTH] * answer.rounds  # an engine drafts for the last token too
         committed += sum(answer.accept_lengths)
-    result.counts = DraftCounts.of_rounds(lengths, depths)
-    return result, committed / len(lengths)
+    counts = DraftCounts.of_rounds(lengths, depths)
+    return ArmResult(LoadTestRow("with drafter", 0.0, 1), answers, counts), committed / len(lengths)
 
 
 def test_our_own_chain_is_replayed_exactly() -> None:

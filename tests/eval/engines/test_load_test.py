@@ -60,24 +60,24 @@ def test_requests_and_figures(tokenizer: Any) -> None:
     # A turn follows the answer before it.
     assert [request.key for request in engine.requests] == ["1/0", "2/0", "2/1"]
     assert engine.requests[2].prompt_ids == [6, 10, 10, 10, 10, 7]
-    row = result.row()
+    row = result.row
     assert (row.drafts, row.drafted_tokens, row.accepted_tokens, row.tokens) == (5, 10, 4, 12)
     assert row.tau == pytest.approx(1 + 4 / 5)
     assert row.tau_committed == pytest.approx(9 / 5)
     assert row.acceptance_by_depth == pytest.approx([3 / 5, 1 / 5])
     assert (row.first_token_s, row.user_tokens_per_s) == (0.5, pytest.approx(4 / 1.25))
-    result.counts = DraftCounts(2, 4, 4, (2, 2), 12)  # two drafts, and three rounds in which nothing was drafted
-    assert result.row().tau_committed == pytest.approx(9 / 5)
+    row.compute(result.answers, DraftCounts(2, 4, 4, (2, 2), 12))  # two drafts, three rounds without any
+    assert row.tau_committed == pytest.approx(9 / 5)
 
 
 def test_concurrency_failures_and_turns_without_room(tokenizer: Any) -> None:
     engine = CountingEngine(fails=6)
     result = send_all(engine, tokenizer, 2)
     assert engine.most_in_flight == 2
-    assert (result.failures, len(result.answers)) == ({"HTTP 500": 1}, 1)
+    assert (result.row.failures, len(result.answers)) == ({"HTTP 500": 1}, 1)
     assert sorted(request.key for request in engine.requests) == ["1/0", "2/0"]
     result = send_all(CountingEngine(max_length_tokens=12), tokenizer, 2)
-    assert (result.turns_left_out, len(result.answers)) == (1, 2)
+    assert (result.row.turns_left_out, len(result.answers)) == (1, 2)
 
 
 def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
