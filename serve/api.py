@@ -24,11 +24,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from draftsmith.data.sources.conversation import Turn
 from draftsmith.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.serve.protection import Guard, error, page_response
-from draftsmith.serve.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
+from draftsmith.serve.requests import ChatRequest, prompt_ids
 from draftsmith.serve.worker import CompletedAnswer, Job, RequestCancelled, Waiting, Worker
 
 PAGE = Path(__file__).with_name("page.html")
@@ -81,7 +80,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "the API key is wrong or missing: send it as `Authorization: Bearer KEY`")
 
-    def submit(body: AnswerRequest, ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+    def submit(body: ChatRequest, ids: list[int]) -> tuple[Job, asyncio.Queue[Any]]:
         """Queue a request; returns its job and the queue of its results."""
         room = worker.length - len(ids)
         if room < 1:
@@ -91,7 +90,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
         job = Job(
             ids,
-            min(room, max_tokens or room),
+            min(room, body.max_completion_tokens or body.max_tokens or room),
             Sampling(body.temperature, 0, body.top_p),
             uuid.uuid4().int % 2**63 if body.seed is None else body.seed % 2**63,
             body.stop,
@@ -106,68 +105,31 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             raise HTTPException(503, "the server is stopping") from None
         return job, out
 
-    async def tokenised(prompt: str | tuple[Turn, ...]) -> list[int]:
-        """Tokenise a prompt in another thread."""
-        running = asyncio.get_running_loop()
-        return await running.run_in_executor(tokenising, prompt_ids, worker.tokenizer, prompt, worker.length)
-
-    async def respond(
-        request: Request, body: AnswerRequest, ids: list[int], max_tokens: int | None, chat: bool
-    ) -> Response:
-        """Answer a request, streamed or as a whole."""
-        job, out = submit(body, ids, max_tokens)
-        made = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": name,
-        }
-        if body.stream:
-            return StreamingResponse(streamed(job, out, made, body, chat), media_type="text/event-stream")
-        try:
-            end = await next_result(out, request)
-        finally:
-            job.cancelled.set()
-        content = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
-        return JSONResponse(
-            made
-            | {
-                "object": "chat.completion" if chat else "text_completion",
-                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, **content}],
-                "usage": usage(end),
-                "draftsmith": {
-                    "rounds": end.record.rounds,
-                    "accepted_tokens": end.record.accepted_drafts,
-                    "tokens_per_round": end.record.accept_lengths,
-                },
-            }
-        )
-
     async def streamed(
-        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: AnswerRequest, chat: bool
+        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: ChatRequest
     ) -> AsyncIterator[str]:
         """Yield the server-sent events of an answer."""
-        kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
+        chunk = {**made, "object": "chat.completion.chunk"}
 
-        def event(content: dict[str, Any], reason: str | None = None, **more: Any) -> str:
-            choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
-            return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
+        def event(delta: dict[str, str], reason: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "finish_reason": reason, "logprobs": None, "delta": delta}
+            return f"data: {json.dumps({**chunk, 'choices': [choice], **more})}\n\n"
 
         try:
-            if chat:
-                yield event({"delta": {"role": "assistant", "content": ""}})
+            yield event({"role": "assistant", "content": ""})
             while not isinstance(end := await out.get(), CompletedAnswer):
                 if isinstance(end, BaseException):
                     yield f"data: {json.dumps({'error': {'message': 'the answer failed', 'type': 'server_error'}})}\n\n"
                     return
                 if isinstance(end, Waiting):
-                    yield event({"delta": {}} if chat else {"text": ""}, draftsmith={"waiting": end.place})
+                    yield event({}, draftsmith={"waiting": end.place})
                     continue
                 own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
                 if end.text or end.tokens:
-                    yield event({"delta": {"content": end.text}} if chat else {"text": end.text}, draftsmith=own)
-            yield event({"delta": {}} if chat else {"text": ""}, end.reason)
+                    yield event({"content": end.text}, draftsmith=own)
+            yield event({}, end.reason)
             if body.stream_options.get("include_usage"):
-                yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
+                yield f"data: {json.dumps({**chunk, 'choices': [], 'usage': usage(end)})}\n\n"
             yield "data: [DONE]\n\n"
         finally:  # also when the client has disconnected
             job.cancelled.set()
@@ -177,16 +139,30 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         turns = body.turns
         if turns[-1].role != "user":
             raise HTTPException(400, f"messages: the last message has role {turns[-1].role}, but must have role user")
-        ids = await tokenised(turns)
-        return await respond(request, body, ids, body.max_completion_tokens or body.max_tokens, chat=True)
-
-    @app.post("/v1/completions", dependencies=[Depends(check_api_key)])
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(body.prompt)
-        vocabulary = worker.target.config.get_text_config().vocab_size
-        if not ids or not all(0 <= token < vocabulary for token in ids):
-            raise HTTPException(400, f"prompt: give at least one token, and only token ids from 0 to {vocabulary - 1}")
-        return await respond(request, body, ids, body.max_tokens or 16, chat=False)
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(tokenising, prompt_ids, worker.tokenizer, turns, worker.length)
+        job, out = submit(body, ids)
+        made = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        if body.stream:
+            return StreamingResponse(streamed(job, out, made, body), media_type="text/event-stream")
+        try:
+            end = await next_result(out, request)
+        finally:
+            job.cancelled.set()
+        message = {"role": "assistant", "content": end.text}
+        return JSONResponse(
+            made
+            | {
+                "object": "chat.completion",
+                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, "message": message}],
+                "usage": usage(end),
+                "draftsmith": {
+                    "rounds": end.record.rounds,
+                    "accepted_tokens": end.record.accepted_drafts,
+                    "tokens_per_round": end.record.accept_lengths,
+                },
+            }
+        )
 
     @app.get("/v1/models", dependencies=[Depends(check_api_key)])
     async def models() -> dict[str, Any]:

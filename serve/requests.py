@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.turns import listed, read_turn
-from draftsmith.data.tokens.chat_tokens import longest_token_characters, text_token_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import longest_token_characters, token_ids
 from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
 
@@ -35,26 +35,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 EMPTY: tuple[Any, ...] = (None, [], {})
 
 
-class RequestModel(BaseModel):
-    """Base of all requests: rejects unknown fields unless their value has no effect."""
+class ChatRequest(BaseModel):
+    """A request for a chat completion: unknown fields are rejected unless their value has no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fields_without_effect(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {
-            key: value
-            for key, value in given.items()
-            if not (value is None or (key not in cls.model_fields and value in (*EMPTY, *NEUTRAL.get(key, ()))))
-        }
-
-
-class AnswerRequest(RequestModel):
-    """Fields that requests for chat completions and for text completions share."""
-
+    messages: list[Any] = Field(min_length=1)
     model: str | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool | None] = {}
@@ -67,14 +53,15 @@ class AnswerRequest(RequestModel):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     n: Literal[1] = 1
     frequency_penalty: Literal[0] = 0
     presence_penalty: Literal[0] = 0
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_unencodable_text(cls, given: Any) -> Any:
-        """Reject texts with lone surrogates, which no tokenizer accepts, and drop `LABELS`."""
+    def _drop_fields_without_effect(cls, given: Any) -> Any:
+        """Drop fields that change no answer, and reject texts with lone surrogates, which no tokenizer accepts."""
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except RecursionError:
@@ -83,12 +70,17 @@ class AnswerRequest(RequestModel):
             raise ValueError(
                 "a text holds half a surrogate pair (such as \\ud800), which is not valid text: remove it"
             ) from None
-        return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
-
-
-class ChatRequest(AnswerRequest):
-    messages: list[Any] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+        if not isinstance(given, dict):
+            return given
+        return {
+            key: value
+            for key, value in given.items()
+            if not (
+                value is None
+                or key in LABELS
+                or (key not in cls.model_fields and value in (*EMPTY, *NEUTRAL.get(key, ())))
+            )
+        }
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -109,18 +101,13 @@ class ChatRequest(AnswerRequest):
         return tuple(turns)
 
 
-class CompletionRequest(AnswerRequest):
-    prompt: str | list[int] = Field(min_length=1)
-    echo: Literal[False] = False
-
-
-def prompt_ids(tokenizer: Any, prompt: str | tuple[Turn, ...], most_tokens: int) -> list[int]:
-    """Return the token ids of a text, or of a chat's turns in the chat template, ready for the next answer.
+def prompt_ids(tokenizer: Any, turns: tuple[Turn, ...], most_tokens: int) -> list[int]:
+    """Return the token ids of a chat's turns in the chat template, ready for the next answer.
 
     Raises:
         UserError: The chat template rejects the conversation, or the text certainly has more than `most_tokens` tokens.
     """
-    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, add_generation_prompt=True)
+    text = render(tokenizer, turns, add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
         raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens: shorten it")
-    return text_token_ids(tokenizer, text) if isinstance(prompt, str) else token_ids(tokenizer, text)
+    return token_ids(tokenizer, text)

@@ -48,12 +48,6 @@ def batch_token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
         ) from None
 
 
-def text_token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise plain text, without a chat template, as engines do: with the tokenizer's BOS, but never with two."""
-    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    return list(tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"])
-
-
 @lru_cache(maxsize=8)
 def longest_token_characters(tokenizer: Any) -> int:
     """Return the length of the vocabulary's longest token, in characters."""

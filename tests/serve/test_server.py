@@ -22,7 +22,6 @@ from support.tiny_runs import recipe_file, untrained_run
 from draftsmith.data.engines.server_process import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.record_reader import parse_conversation
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
@@ -80,9 +79,9 @@ class RunningServer:
         given = {"temperature": 0, "max_tokens": NEW_TOKENS, **options}
         return self.client.chat.completions.create(model="embedded", messages=messages, **given)
 
-    def post(self, body: Any, path: str = "/v1/chat/completions") -> httpx2.Response:
+    def post(self, body: Any) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        return self.http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +140,9 @@ def test_stop_strings_are_cut_off(running: RunningServer, greedy: dict[str, list
     assert (text, reason) == (whole[: whole.index(stop)], "stop")
 
 
-def test_completions_of_ids_and_of_text(running: RunningServer, greedy: dict[str, list[int]]) -> None:
-    ids = prompt_token_ids(running.worker.tokenizer, [Turn("user", QUESTIONS[2])])
-    given: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS}
-    of_ids = running.client.completions.create(prompt=ids, **given)
-    assert of_ids.choices[0].text == running.worker.tokenizer.decode(greedy[QUESTIONS[2]], skip_special_tokens=True)
-    text = running.worker.tokenizer.decode(ids)
-    assert running.client.completions.create(prompt=text, **given).choices[0].text == of_ids.choices[0].text
-    for prompt, message in (([1, 10**6], "from 0 to 4095"), ("\ud800", "half a surrogate"), (["\ud800"], "surrogate")):
-        response = running.post({"prompt": prompt}, "/v1/completions")
-        assert (response.status_code, message in response.text) == (400, True)
+def test_long_bodies_are_refused_unread(running: RunningServer) -> None:
     for body in (iter([b"{", b"}"]), b" " * (LARGEST_BODY_BYTES + 1)):
-        too_long = running.http.post("/v1/completions", content=body)
+        too_long = running.http.post("/v1/chat/completions", content=body)
         assert (too_long.status_code, "must have a Content-Length of at most" in too_long.text) == (413, True)
 
 

@@ -6,7 +6,7 @@ from support.chat_families import LLAMA31, Family
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, text_token_ids
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.rows import tokenize_rows
 from draftsmith.data.tokens.templates import render
 from draftsmith.errors import UserError
@@ -47,16 +47,3 @@ def test_text_that_is_not_utf_8_is_reported() -> None:
     """A command line in Latin-1 gives such text."""
     with pytest.raises(UserError, match="is not valid UTF-8"):
         prompt_token_ids(tiny_tokenizer(templates.CHATML), [Turn("user", "caf\udce9")])
-
-
-def test_plain_text_begins_with_one_bos() -> None:
-    from tokenizers import processors
-
-    tokenizer = tiny_tokenizer(templates.CHATML)
-    bare = text_token_ids(tokenizer, "Say hi")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    assert (
-        text_token_ids(tokenizer, "Say hi") == text_token_ids(tokenizer, "<s>Say hi") == [tokenizer.bos_token_id, *bare]
-    )
