@@ -11,7 +11,6 @@ that names it, so that both stages learn from the same tokens.
 """
 
 import importlib.resources
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
 MOST_CHARACTERS, MOST_FILES = 2**20, 20  # of a recipe file, and in a chain of `extends`
 RECIPE_SUFFIXES = (".yaml", ".yml")
 SUMMARY_CHARS = 130
-ADAPTER_FILE = "adapter_config.json"  # peft's
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -64,8 +62,6 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias that contains itself
         raise UserError(f"{file} is nested too deeply: resolve its YAML aliases") from None
-    _check_adapter("target.model", recipe.target.model)
-    _check_adapter("data.distill.model", recipe.data.distill.model)
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(
             f"{file}: the value of key `{unwritable}` contains a character that no text file can hold: remove it"
@@ -81,33 +77,6 @@ def _name_methods(values: dict[str, Any]) -> None:
     for method in methods if isinstance(methods, list) else []:
         if isinstance(method, dict) and isinstance(method.get("name"), str):
             method["name"] = method["name"].replace("{kind}", str(kind or DrafterRecipe().kind))
-
-
-def _check_adapter(key: str, model: str | None) -> None:
-    """Check that a folder is no LoRA adapter, which is a part of a model only.
-
-    Raises:
-        UserError: It is one.
-    """
-    if model is not None and (file := Path(model) / ADAPTER_FILE).is_file():
-        raise adapter_error(key, model, file)
-
-
-def adapter_error(key: str, model: str, file: Path) -> UserError:
-    """Return the error for a `model` that is only a LoRA adapter.
-
-    Args:
-        key: Key of the recipe that names the model.
-        file: The adapter's `adapter_config.json`.
-    """
-    base = None
-    with suppress(OSError, ValueError, AttributeError):
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return UserError(
-        f"key `{key}`: {model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole model: "
-        "merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that folder "
-        "(docs/guides/train.md has the code)"
-    )
 
 
 def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:

@@ -1,8 +1,10 @@
 """Loading of the target model p, frozen, with its tokenizer and configs."""
 
+import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ from draftsmith.models.target.text_model import (
 from draftsmith.models.target.view import target_value
 from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
-from draftsmith.recipes.loading import ADAPTER_FILE, adapter_error
 from draftsmith.recipes.schema import TargetRecipe
 
 # Variables that transformers, SGLang and vLLM pass to a chat template themselves.
@@ -51,6 +52,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformer
 OF_QUANTISED = re.compile(r"\.(qweight|scales|(weight|input)\w*(scale|packed)\w*|weight\.absmax)$")
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 LONGEST_CHAT_TOKENS = 4096  # of a chat with its next answer, unless the target holds fewer
+ADAPTER_FILE = "adapter_config.json"  # peft's
 NO_CONFIG = "Unrecognized model"  # of transformers, for a repository without config.json
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
@@ -259,15 +261,17 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
     location, where = target_location(recipe), _where(recipe)
 
     def read() -> PreTrainedConfig:
+        if Path(location).is_dir():
+            _check_adapter(recipe, location, None)
         try:
             config = AutoConfig.from_pretrained(location, **where)
         except ValueError as error:
             if NO_CONFIG in str(error):
-                _check_hub_adapter(recipe, location, recipe.revision)
+                _check_adapter(recipe, location, recipe.revision)
             raise
         # An adapter may bring its base's config. The Hub is not asked again about a commit.
         if not Path(location).is_dir() and (commit := _hub_commit(location, recipe.revision)) is not None:
-            _check_hub_adapter(recipe, location, commit)
+            _check_adapter(recipe, location, commit)
         return config
 
     config = _read(location, read)
@@ -290,16 +294,24 @@ def _hub_commit(location: str, revision: str | None) -> str | None:
     return Path(file).parent.name if isinstance(file, str) else None
 
 
-def _check_hub_adapter(recipe: TargetRecipe, location: str, revision: str | None) -> None:
-    """Check that a repository of the Hub is no LoRA adapter; a folder is checked with the recipe.
+def _check_adapter(recipe: TargetRecipe, location: str, revision: str | None) -> None:
+    """Check that a folder or a repository of the Hub is no LoRA adapter, which is a part of a model only.
 
     Raises:
-        UserError: The repository is a LoRA adapter.
+        UserError: It is one.
     """
     causes = ("gated_repo", "missing_entries", "connection_errors")
     quietly = {f"_raise_exceptions_for_{cause}": False for cause in causes}
-    if (file := cached_file(location, ADAPTER_FILE, revision=revision, **quietly)) is not None:
-        raise adapter_error("target.model", recipe.model, Path(file))
+    if (file := cached_file(location, ADAPTER_FILE, revision=revision, **quietly)) is None:
+        return
+    base = None
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise UserError(
+        f"target.model {recipe.model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole "
+        "model: merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that "
+        "folder (docs/guides/train.md has the code)"
+    )
 
 
 def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:

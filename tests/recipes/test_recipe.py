@@ -220,13 +220,3 @@ def test_error_about_an_override_names_no_line(tmp_path: Path) -> None:
         load_recipe(file, ["eval.runs=0"])
     with pytest.raises(UserError, match="key `extends` cannot be an override: write it into a recipe file"):
         load_recipe(file, ["extends=embedded"])
-
-
-@pytest.mark.parametrize("key", ["target.model", "data.distill.model"])
-def test_lora_adapter_as_the_target_is_refused(tmp_path: Path, key: str) -> None:
-    (tmp_path / "lora").mkdir()
-    file = tmp_path / "lora" / "adapter_config.json"
-    for text, base in (('{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "Qwen/Qwen3-8B"), ("[", "another model")):
-        file.write_text(text)
-        with pytest.raises(UserError, match=f"^key `{key}`: .*lora is a LoRA adapter of {base} .*merge_and_unload"):
-            load_recipe(write(tmp_path, {"name": "mine"}), [f"{key}={tmp_path / 'lora'}"])

@@ -90,14 +90,19 @@ def test_lora_adapter_on_the_hub_is_refused(
     monkeypatch.setattr(target_module, "try_to_load_from_cache", look_up)
     recipe = TargetRecipe(model="me/mine", revision="v2")
     if "adapter_config.json" in files:
-        with pytest.raises(
-            UserError, match=r"^key `target\.model`: me/mine is a LoRA adapter of Qwen/Qwen3-8B .*merge_and"
-        ):
+        with pytest.raises(UserError, match=r"^target\.model me/mine is a LoRA adapter of Qwen/Qwen3-8B .*merge_and"):
             load_target_config(recipe)
     else:
         assert load_target_config(recipe).vocab_size == 20
         assert weights_hash(recipe) == "1" * 40
     assert revisions == {"config.json": "v2", "adapter_config.json": "1" * 40 if "config.json" in files else "v2"}
+
+
+def test_folder_of_a_lora_adapter_is_refused(tmp_path: Path) -> None:
+    for text, base in (('{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "Qwen/Qwen3-8B"), ("[", "another model")):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match=f"^target.model .* is a LoRA adapter of {base} .*merge_and_unload"):
+            load_target_config(TargetRecipe(model=str(tmp_path)))
 
 
 SWITCHED = (
