@@ -30,18 +30,8 @@ from draftsmith.recipes.run_folder import RunFolder, is_first_process, process_o
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
 
 # Keys of the data section that do not change the distilled conversations.
-NOT_OF_THE_DATA = {
-    "packing",
-    "tokenize_processes",
-    "eval_rows_frac",
-    "features",
-}
-
-# Keys of the eval section that must be equal in all recipes of a comparison.
-SHARED_EVAL_KEYS = (
-    "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
-    "temperatures", "top_k", "top_p",
-)  # fmt: skip
+NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "features"}
+MAY_DIFFER = {"methods", "compile"}  # keys of the eval section, in recipes of a comparison
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
@@ -292,8 +282,10 @@ def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
         except ValueError as error:
             raise UserError(f"key `name`: {error}, not {name!r}") from None
     first = recipes[0]
+    shared = first.eval.model_dump(exclude=MAY_DIFFER)
     for other in recipes[1:]:
-        different = [f"eval.{key}" for key in SHARED_EVAL_KEYS if getattr(other.eval, key) != getattr(first.eval, key)]
+        values = other.eval.model_dump(exclude=MAY_DIFFER)
+        different = [f"eval.{key}" for key, value in values.items() if value != shared[key]]
         if other.target != first.target:
             different.insert(0, "target")
         if different:
