@@ -247,11 +247,6 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
 ) -> None:
     """Train several drafters on the same data and measure them side by side."""
-    if (Path(recipes[0]) / "eval" / "records.jsonl").is_file():
-        raise UserError(
-            f"compare takes recipes, not the run folder {recipes[0]}: give {recipes[0]}/recipe.yaml; trained drafters "
-            "are not trained again, and all drafters are measured in one process"
-        )
     try:
         check_name(name)
     except ValueError as error:

@@ -219,6 +219,8 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
             return shipped[name]
         if removal := removal_of("recipe", name):
             raise UserError(f"the recipe {removal}")
+    if (resolved := file / "recipe.yaml").is_file():
+        raise UserError(f"{path} is a run's folder, not a recipe: name its recipe, {resolved}")
     hint = did_you_mean(name, shipped, "`draftsmith recipes` lists the shipped ones", cutoff=0.6)
     raise UserError(f"recipe file {path} does not exist: {hint}")
 

@@ -98,12 +98,6 @@ def test_data_are_reused_only_if_settings_match(tmp_path: Path) -> None:
         assert (RunFolder(second).data / "tokens").is_dir() == (name != "other")
 
 
-def test_run_folders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "records.jsonl").touch()
-    assert f"give {tmp_path}/recipe.yaml" in CliRunner().invoke(app, ["compare", str(tmp_path)]).output
-
-
 @pytest.mark.slow
 def test_compare_command_end_to_end(finished: FinishedRun) -> None:
     """Two kinds of drafters; the second reuses the conversations of the first."""

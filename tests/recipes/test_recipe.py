@@ -118,6 +118,12 @@ def test_missing_recipe_names_the_nearest() -> None:
         load_recipe("quikstart.yaml")
 
 
+def test_run_folder_as_a_recipe_names_its_own(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(UserError, match=f"is a run's folder, not a recipe: name its recipe, {tmp_path}/recipe.yaml"):
+        load_recipe(tmp_path)
+
+
 def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every path of a recipe; other values stay unchanged."""
     monkeypatch.setenv("HOME", str(tmp_path))
