@@ -377,9 +377,7 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[
-        str, typer.Option("--to", help="Format: vllm, sglang, speculators, gguf, eagle, medusa or hydra.")
-    ] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="Format: vllm, sglang, speculators or gguf.")] = "vllm",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Folder to write; default: export/FORMAT in the run folder.")
     ] = None,
