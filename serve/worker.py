@@ -128,7 +128,6 @@ class Worker:
         self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
         self._stopping = threading.Event()
         self._current: Job | None = None
-        self._keeps = True
         self._session = open_session(self.target, self.length, recipe.eval.compile)
         self._set_drafter(drafter)
 
@@ -252,13 +251,7 @@ class Worker:
         try:
             self.on_answer(finished)
         except Exception as error:
-            if self._keeps:
-                logger.warning("answers cannot be stored and are only sent to clients: %s", reason(error))
-            self._keeps = False
-        else:
-            if not self._keeps:
-                logger.warning("answers are stored again")
-            self._keeps = True
+            logger.warning("an answer cannot be stored and is only sent to its client: %s", reason(error))
 
 
 @dataclass
