@@ -197,24 +197,6 @@ class DrafterRecipe(Section):
     )
 
 
-class ValidationRecipe(Section):
-    """Selection of weights and early stopping, by a draft chain's tau on held-out examples (`data.eval_rows_frac`)."""
-
-    keep: Literal["last", "best"] = Field(
-        "last",
-        description="`last`: keep the weights of the last step; `best`: those of the evaluation with the highest "
-        "tau, for which a checkpoint is saved at evaluations (transformers' load_best_model_at_end)",
-    )
-    patience: int | None = Field(
-        None, ge=1, description="stop training after this number of evaluations without a higher tau; by default never"
-    )
-
-    @property
-    def decides(self) -> bool:
-        """Return whether evaluations decide which weights are kept or when training stops."""
-        return self.keep == "best" or self.patience is not None
-
-
 # Far above any real drafter: a larger number in a downloaded config would only fill the memory.
 MOST_DEPTHS, MOST_LAYERS = 256, 512
 MOST_NODES = 256  # most draft tokens of a tree, for which sessions reserve room
@@ -376,7 +358,6 @@ class Recipe(Section):
         "at a time; and `optimizer`, `adamw` or `muon` (for the matrices of linear layers), with "
         "`muon_learning_rate`",
     )
-    validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()
 
     @property

@@ -64,7 +64,6 @@ class Training:
     weights_sha256: dict[str, str] | None = None
     start: Start | None = None
     best_step: int | None = None  # whose weights were kept, if not the last one's
-    stopped_early: bool = False
 
 
 def load_drafter_class(kind: str) -> type[Drafter]:

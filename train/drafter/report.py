@@ -55,7 +55,7 @@ class TrainReport(Training):
 
     def as_json(self) -> dict[str, Any]:
         """Return the main figures as JSON values for programs; the full log is in the folder's `training.json`."""
-        kept = ("steps", "best_step", "stopped_early", "epochs", "tokens", "wall_time_s", "rows", "batch_size")
+        kept = ("steps", "best_step", "epochs", "tokens", "wall_time_s", "rows", "batch_size")
         return {
             "folder": str(self.folder),
             "was_finished": self.was_finished,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils import deterministic
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
@@ -61,7 +61,7 @@ HARMLESS_TRAIN_KEYS = (
     "eval_on_start", "per_device_eval_batch_size",
 )  # fmt: skip
 
-# Of these, what decides which weights are kept, where validation does.
+# Of these, what decides which weights are kept, with `load_best_model_at_end`.
 EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps")
 
 
@@ -108,9 +108,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     stop = StopOnInterrupt()
     trainer = DrafterTrainer(drafter, target, args, rows, stored, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
-    if recipe.validation.patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(recipe.validation.patience))
-    if recipe.validation.decides:
+    if args.load_best_model_at_end:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
         _check_free_space(run.drafter, drafter)
@@ -132,7 +130,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.restore()
-    if trainer.state.global_step < trainer.state.max_steps and not trainer.stopped_early:
+    if trainer.state.global_step < trainer.state.max_steps:
         stop.raise_interrupt()
     trainer.evaluate_at_end()
     trained = set(drafter.parameters())  # some may be inside the target
@@ -217,8 +215,9 @@ def _find_checkpoint(trainer: DrafterTrainer) -> Path | None:
 
 def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[str, Any]:
     """Return the settings that the trained weights depend on, flat, by recipe key; without keys that are not set."""
-    data, features, validation = recipe.data, recipe.data.features, recipe.validation
-    harmless = set(HARMLESS_TRAIN_KEYS) - (set(EVALUATION_KEYS) if validation.decides else set())
+    data, features = recipe.data, recipe.data.features
+    harmless = set(HARMLESS_TRAIN_KEYS)
+    harmless -= set(EVALUATION_KEYS) if recipe.train.get("load_best_model_at_end") else set()
     settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
@@ -226,8 +225,6 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
         "drafter.kind": recipe.drafter.kind,
         **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
-        "validation.keep": validation.keep if validation.decides else None,
-        "validation.patience": validation.patience,
         "data.features.source": None if features.source == "online" else features.source,
         "data.features.dtype": None if features.source == "online" else features.dtype,
         "data.features.autocast": features.autocast or None,
@@ -254,7 +251,6 @@ def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start
         metrics = {
             "steps": trainer.state.global_step,
             "best_step": trainer.best_step,
-            "stopped_early": trainer.stopped_early,
             "epochs": trainer.state.epoch,
             "wall_time_s": round(trainer.progress.elapsed_s, 1),
             "waited_for_batches_s": round(trainer.progress.waited_s, 1),

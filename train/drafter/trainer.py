@@ -22,7 +22,6 @@ from datasets import Dataset
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 from transformers import (
-    EarlyStoppingCallback,
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
@@ -343,21 +342,18 @@ class DrafterTrainer(Trainer):
             self.evaluate()
 
     def restore_counts(self, checkpoint: Path) -> bool:
-        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores all other state.
+        """Restore `progress` from a checkpoint; transformers' Trainer restores all other state.
 
         Returns:
-            Whether training had finished when the checkpoint was written, by its last step or by early stopping.
+            Whether training had finished when the checkpoint was written.
         """
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        saved = state["stateful_callbacks"]
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                for name, value in saved.get(type(callback).__name__, {}).get("attributes", {}).items():
-                    setattr(callback, name, value)
-        return self.stopped_early or bool(state["global_step"] >= state["max_steps"])
+        for name, value in state["stateful_callbacks"][Progress.__name__]["attributes"].items():
+            setattr(self.progress, name, value)
+        return bool(state["global_step"] >= state["max_steps"])
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore the state and weights of a finished training: the best weights with `validation.keep: best`.
+        """Restore the state and weights of a finished training: the best weights with `load_best_model_at_end`.
 
         From a checkpoint of the last step transformers' Trainer would train one more step.
 
@@ -369,25 +365,16 @@ class DrafterTrainer(Trainer):
             checkpoint = checkpoint.with_name(f"checkpoint-{self.best_step}")
             if not checkpoint.is_dir():
                 raise UserError(
-                    f"{checkpoint}, which holds the best weights by validation, is missing: restore it, or set "
-                    "validation.keep=last"
+                    f"{checkpoint}, which holds the best weights by held-out examples, is missing: restore it, or set "
+                    "train.load_best_model_at_end=false"
                 )
         self._load_from_checkpoint(str(checkpoint))
 
     @property
     def best_step(self) -> int | None:
-        """Return the step whose weights are kept as the best by validation; None if the recipe keeps the last."""
+        """Return the step whose weights are kept as the best by held-out examples; None if the last ones are kept."""
         best = self.state.best_model_checkpoint
         return int(best.rpartition("-")[2]) if self.args.load_best_model_at_end and best else None
-
-    @property
-    def stopped_early(self) -> bool:
-        """Return whether early stopping (`validation.patience`) ended the training."""
-        return any(
-            isinstance(each, EarlyStoppingCallback)
-            and each.early_stopping_patience_counter >= each.early_stopping_patience
-            for each in self.callback_handler.callbacks
-        )
 
 
 class StopOnInterrupt(TrainerCallback):

@@ -57,26 +57,15 @@ logger = logging.getLogger(__name__)
 
 
 def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTrainingArguments:
-    """Return the arguments of a recipe's training, with those that `validation` needs.
+    """Return the arguments of a recipe's training.
 
     Args:
         processes: Number of processes to plan for; None: as many as were launched.
 
     Raises:
-        UserError: A key of `train` does not exist or has a wrong value, or `validation` contradicts other keys.
+        UserError: A key of `train` does not exist or has a wrong value.
     """
-    values, validation = {"run_name": recipe.name, **recipe.train}, recipe.validation
-    if values.get("load_best_model_at_end"):
-        raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
-    evaluates = values.get("eval_strategy", "no")
-    if validation.decides and evaluates in ("no", False):
-        raise UserError("key `validation` needs evaluations: set train.eval_strategy=steps and train.eval_steps")
-    if validation.keep == "best":
-        values["load_best_model_at_end"] = True
-        if not {"save_strategy", "save_steps"} & values.keys():  # of what is evaluated the best must be there
-            values["save_strategy"] = evaluates
-            values |= {"save_steps": values["eval_steps"]} if "eval_steps" in values else {}
-    folder = RunFolder(recipe).drafter / "checkpoints"
+    values, folder = {"run_name": recipe.name, **recipe.train}, RunFolder(recipe).drafter / "checkpoints"
     features, use_cpu = recipe.data.features, recipe.target.device == "cpu"
     in_flight = features.server.in_flight if features.source == "server" else None
     return training_arguments(values, folder, recipe.seed, use_cpu, processes, in_flight)

@@ -46,7 +46,8 @@ def measure_step(recipe: Recipe, length: int, labelled: int) -> MeasuredStep:
     if recipe.data.features.source != "online":
         raise UserError("option --measure runs the target in each step: set data.features.source=online")
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
-        values = {key: value for key, value in recipe.train.items() if key not in ("eval_strategy", "report_to")}
+        left_out = ("eval_strategy", "load_best_model_at_end", "report_to")
+        values = {key: value for key, value in recipe.train.items() if key not in left_out}
         values |= {"max_steps": STEPS, "save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
         args = training_arguments(values, Path(folder), recipe.seed, recipe.target.device == "cpu", processes=1)
         target, _ = load_target(recipe.target)

@@ -1,17 +1,15 @@
-"""Held-out rows decide which weights are kept and when training ends, also in a resumed run."""
+"""Held-out rows decide which weights are kept, also in a resumed run."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny_runs import (
     have_equal_weights,
     history_of,
     make_recipe,
-    save_small_target,
     weights_of,
 )
 
@@ -23,12 +21,12 @@ from draftsmith.train.drafter.stage import train_drafter
 STEPS = 16
 
 
-def validated(target: Path, name: str, validation: dict[str, Any], **train: Any) -> Recipe:
+def validated(target: Path, name: str, **train: Any) -> Recipe:
     """Return a recipe with a learning rate at which tau rises and falls."""
     values = {"max_steps": STEPS, "learning_rate": 0.6, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     recipe = make_recipe(target, name, **{**values, "save_total_limit": 2, **train}).model_dump()
     recipe["data"]["eval_rows_frac"] = 0.3
-    return Recipe.model_validate({**recipe, "validation": validation})
+    return Recipe.model_validate(recipe)
 
 
 def best_step(recipe: Recipe) -> int | None:
@@ -40,25 +38,11 @@ def taus_by_step(recipe: Recipe) -> dict[int, float]:
     return {int(log["step"]): log["eval_tau_depth3"] for log in history_of(recipe) if "eval_tau_depth3" in log}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_target(tmp_path_factory.mktemp("validation") / "target")
-
-
-@pytest.fixture(scope="module")
-def best(target: Path) -> Recipe:
-    recipe = validated(target, "best", {"keep": "best"})
-    train_drafter(recipe)
-    return recipe
-
-
-def first_best(values: dict[int, float]) -> int:
-    return next(step for step, tau in values.items() if tau == max(values.values()))
-
-
-def test_best_weights_are_kept(best: Recipe, target: Path) -> None:
+def test_best_weights_are_kept(target_folder: Path) -> None:
+    best = validated(target_folder, "best", load_best_model_at_end=True)
+    train_drafter(best)
     folder, values = RunFolder(best).drafter, taus_by_step(best)
-    step = first_best(values)
+    step = next(step for step, tau in values.items() if tau == max(values.values()))
     assert 2 < step < STEPS  # otherwise this would prove nothing
     assert best_step(best) == step
     kept = load_file(folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
@@ -68,33 +52,14 @@ def test_best_weights_are_kept(best: Recipe, target: Path) -> None:
     assert report.heldout_rows
     assert f"on {report.heldout_rows} held-out examples: " in report.sentence()
     assert f"with the weights of step {step}, the best there" in report.sentence()
-    last = validated(target, "last", {})
+    last = validated(target_folder, "last")
     train_drafter(last)
     assert taus_by_step(last) == values
     assert not have_equal_weights(last, best)
     assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
-
-
-def test_training_ends_when_tau_stops_rising(best: Recipe, target: Path) -> None:
-    """It ends at the n-th evaluation in a row without a new best; until then the taus are those of the whole run."""
-    values, waited, highest, expected, patience = taus_by_step(best), 0, 0.0, STEPS, 2
-    for step, tau in values.items():
-        waited, highest = (0, tau) if tau > highest else (waited + 1, highest)
-        if waited == patience:
-            expected = step
-            break
-    assert expected < STEPS
-    recipe = validated(target, "patient", {"keep": "best", "patience": patience})
-    report = train_drafter(recipe)
-    assert report.steps == expected
-    assert report.stopped_early
-    assert taus_by_step(recipe) == {step: tau for step, tau in values.items() if step <= expected}
-    assert best_step(recipe) == first_best(taus_by_step(recipe))
     # Killed after its last checkpoint: no further step, the same weights.
-    folder = RunFolder(recipe).drafter
-    expected_weights = weights_of(recipe)
     for name in ("training.json", "model.safetensors"):
         (folder / name).unlink()
-    again = train_drafter(recipe)
+    again = train_drafter(best)
     assert (again.steps, again.best_step) == (report.steps, report.best_step)
-    assert all(torch.equal(expected_weights[name], tensor) for name, tensor in weights_of(recipe).items())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights_of(best).items())
