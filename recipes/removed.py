@@ -39,6 +39,9 @@ REMOVED: dict[str, Removed] = {
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
     ),
+    "data.distill.options.extensions": Removed(
+        "use vLLM, SGLang or llama-server, which take the fields that only vLLM has", unset=(True,)
+    ),
     "data.distill.options.api": Removed(
         "servers get the prompt as token ids: use vLLM, SGLang or llama-server", unset=("completions",)
     ),
@@ -60,6 +63,9 @@ REMOVED: dict[str, Removed] = {
     ),
     "plan --utilisation": Removed("hours assume 0.4 of --peak-tflops; scale that, or use --measure"),
     "plan --labelled-share": Removed("distil first, then `plan` counts the labels of the run's data"),
+    "validation": Removed("set train.load_best_model_at_end=true to keep the best weights", unset=({},)),
+    "validation.keep": Removed("set train.load_best_model_at_end=true for `best`", unset=("last",)),
+    "validation.patience": Removed("leave it out"),
     "data.train_answer_tokens": Removed("`train.num_train_epochs: 0.5` trains on half of the data, once"),
     "drafter.kind=lilicorr": Removed("use dflash2"),
     "export.to=eagle": Removed("export to vllm or sglang"),

@@ -65,10 +65,6 @@ class OpenAIOptions(Section):
     model: str | None = Field(
         None, description="name of the model on the servers; by default the only one that they offer"
     )
-    extensions: bool = Field(
-        True,
-        description="also send the request fields that only vLLM has; false for servers that reject unknown fields",
-    )
     api_key_env: str | None = Field(None, description="name of the environment variable that holds the API key")
     concurrency_per_server: int = Field(64, ge=1, description="number of concurrent requests to each server")
     timeout_s: float = Field(600, gt=0, description="seconds for one answer, from its request to its last byte")
@@ -138,11 +134,6 @@ class OpenAIEngine:
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
-        if not options.extensions and setting.recipe.data.distill.top_k > 0:
-            raise UserError(
-                "data.distill.top_k is set, which OpenAI's API does not have: set it to 0, or use a vLLM server with "
-                f"{self.option('extensions')}: true"
-            )
         self.options, self._vocabulary = options, Vocabulary(setting)
         self._trial = Request(
             key="",
@@ -298,8 +289,8 @@ class OpenAIEngine:
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if isinstance(outcome, Failure):
             raise UserError(
-                f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
-                f"vLLM's fields set {self.option('extensions')}: false; it must take token ids as the prompt"
+                f"{server.url} refuses a request of one token ({outcome.reason}): a server must take token ids as the "
+                "prompt, and fields that only vLLM has, as vLLM, SGLang and llama-server do"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
@@ -326,31 +317,35 @@ class OpenAIEngine:
     def arguments(self, request: Request) -> dict[str, Any]:
         """Return the arguments of the `openai` client's `completions.create`.
 
-        With `extensions` they include fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer,
-        the wish for token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k
-        and the penalties of the model's generation_config.json).
+        They include fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer, the wish for
+        token ids, and the recipe's sampling alone (vLLM fills settings that a request omits with the top-k and the
+        penalties of the model's generation_config.json).
         """
         settings = request.settings
+        body: dict[str, Any] = {
+            # The client would check each token id of a `prompt` argument, which takes five times as long as the rest.
+            "prompt": request.prompt_ids,
+            "top_k": settings.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(self._vocabulary.end_ids),
+            "return_token_ids": True,
+        }
         arguments: dict[str, Any] = {
             "model": self._model,
             "prompt": "",
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
+            "extra_body": body,
         }
-        # The client would check each token id of a `prompt` argument, which takes five times as long as all the rest.
-        body: dict[str, Any] = {"prompt": request.prompt_ids}
         if settings.temperature > 0:
             arguments["seed"] = request.seed
-        if self.options.extensions:
-            body |= {
-                "top_k": settings.top_k or -1,
-                "stop_token_ids": list(self._vocabulary.end_ids),
-                "return_token_ids": True,
-            }
-            body |= {"kv_transfer_params": {"include_output_tokens": True}} if self.features is not None else {}
-            body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return arguments | {"extra_body": body}
+        if self.features is not None:
+            body["kv_transfer_params"] = {"include_output_tokens": True}
+        return arguments
 
     async def response(self, server: Server, call: Awaitable[Any]) -> Any:
         """Await a call of the `openai` client and translate its errors.

@@ -60,7 +60,6 @@ class FakeServer:
 
     Args:
         script: Faults; not called for the one-token request by which the engine checks a server.
-        token_ids: Return token ids on request.
         fields: Known fields; a request with another one is refused, as by strict servers. None: all are known.
     """
 
@@ -69,12 +68,11 @@ class FakeServer:
         script: Script = lambda body, number: None,
         model: str = MODEL,
         max_model_len: int | None = None,
-        token_ids: bool = True,
         fields: set[str] | None = None,
         port: int = 0,
     ) -> None:
         self.script, self.model, self.max_model_len = script, model, max_model_len
-        self.token_ids, self.fields = token_ids, fields
+        self.fields = fields
         self.requests: list[dict[str, Any]] = []
         self.check_fault: Fault | None = None
         self.in_flight = self.most_in_flight = 0
@@ -112,7 +110,7 @@ class FakeServer:
         stopped = ids[-1] == END_ID
         text = " ".join(map(str, ids[:-1] if stopped else ids))
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length", "text": text}
-        if self.token_ids and body.get("return_token_ids"):
+        if body.get("return_token_ids"):
             choice |= {"token_ids": ids, "prompt_token_ids": body["prompt"]}  # as vLLM
         return Fault(body={"object": "text_completion", "model": self.model, "choices": [choice]})
 
