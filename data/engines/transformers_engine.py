@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, Outcome, Request
 from draftsmith.errors import UserError
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.recurrent import cache_layers, check_states, state_layers
@@ -72,7 +72,6 @@ class TransformersEngine:
         self._rows: list[_Row] = []  # in the cache's order
         self._ended: list[_Row] = []  # rows whose answers `collect` has returned; a next turn may continue in them
         self._waiting: deque[Request] = deque()
-        self._refused: list[tuple[str, Outcome]] = []
 
     @classmethod
     def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
@@ -85,16 +84,12 @@ class TransformersEngine:
             return cls(target, options.batch_size, longest_tokens, setting.end_ids)
 
     def submit(self, request: Request) -> None:
-        longest = self.max_length_tokens
-        if len(request.prompt_ids) + request.settings.max_new_tokens > longest:
-            self._refused.append((request.key, Failure(f"prompt and answer longer than {longest} tokens")))
-        else:
-            self._waiting.append(request)
+        self._waiting.append(request)
 
     @torch.inference_mode()
     def collect(self) -> list[tuple[str, Outcome]]:
         """Run forwards of the batch until an answer has ended; return (key, outcome) of all answers that have."""
-        outcomes, self._refused = self._refused, []
+        outcomes: list[tuple[str, Outcome]] = []
         with _gpu_memory_errors(self.concurrency):
             while self._waiting and (self._ended or len(self._rows) < self.concurrency):
                 self._prefill(self._waiting.popleft())
