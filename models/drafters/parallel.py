@@ -13,8 +13,7 @@ Where we decide what the paper leaves open:
 
 `markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_vocab.py`).
 
-vLLM serves it in full by draftsmith's plugin (`formats/vllm_parallel.py`). Without a plugin it must have PARD's shape
-(arXiv 2504.18583): `shared_mask: true` and `inputs: embedding`.
+vLLM serves it in full by draftsmith's plugin (`formats/vllm_parallel.py`).
 
 Shapes: G = K+1 depths, K masks, D hidden, E = D input width of a layer, F features.
 """
@@ -62,7 +61,7 @@ class ParallelConfig(DrafterConfig):
         shared_mask: bool = Field(
             False,
             description="one [MASK] vector for all depths, which differ by their positions only, in place of K "
-            "vectors (not in the paper; engines serve it as PARD, with `inputs: embedding`)",
+            "vectors (not in the paper; PARD's, arXiv 2504.18583)",
         )
         init: Init = "target"
         first_token: FirstToken = True

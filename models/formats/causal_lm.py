@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from safetensors.torch import load_file
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.drafters.draft_model import as_causal_lm
@@ -36,8 +37,10 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a language model, whose embedding and head must be the target's, into our parameters.
 
     Raises:
-        UserError: Its layers are of another shape than the target's.
+        UserError: Its layers are of another shape than the target's, or it is a PARD drafter.
     """
+    if checkpoint.keys.get("pard_token") is not None:
+        raise UserError("config.json: a PARD drafter is not imported any more: train drafter.kind=parallel or peagle")
     kind, _, _ = read_layers(checkpoint, target_config, with_own_rope=False)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
     borrowed = take_borrowed(state)

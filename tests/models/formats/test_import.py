@@ -476,12 +476,18 @@ def test_export_imports_again(kind: str, options: dict[str, Any], tmp_path: Path
     assert again.reads_first_token == drafter.reads_first_token
 
 
-def test_draft_model_of_another_rope_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_parameters is .*: import a drafter"),
+        ({"pard_token": 5}, "a PARD drafter is not imported any more: train drafter.kind=parallel"),
+    ],
+)  # fmt: skip
+def test_unfit_draft_model_is_refused(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     export_drafter(tiny_drafter_of("draft_model", TARGET), "vllm", tmp_path / "out", "TARGET", tmp_path)
     config = tmp_path / "out" / "config.json"
-    rope = {"rope_type": "default", "rope_theta": 5.0}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": rope}))
-    with pytest.raises(UserError, match=r"rope_parameters is .*: import a drafter that was made for this target"):
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(UserError, match=sentence):
         import_drafter(str(tmp_path / "out"), TARGET, tmp_path / "back")
 
 
