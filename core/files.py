@@ -178,11 +178,8 @@ def is_own(file: Path) -> bool:
 
 
 def file_sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def bytes_text(size: float) -> str:
