@@ -118,7 +118,7 @@ def headline() -> list[str]:
 
 def coder() -> list[str]:
     """Return the README's sentence on Qwen2.5-Coder-0.5B: its drafter alone, lookups alone, and both."""
-    file = ROOT / "docs" / "results" / "qwen" / "coder_0.5b.json"
+    file = ROOT / "docs" / "results" / "qwen" / "coder_0.5b_512.json"
     rows = json.loads(file.read_text(encoding="utf-8"))["figures"]["rows"]
     alone, untrained, both = (rows[f"{name}@0"]["over_tasks"] for name in ("tree-6", "prompt-lookup", "tree-6-lookup"))
     return [
