@@ -39,6 +39,7 @@ REMOVED: dict[str, Removed] = {
     "data.features.sharded": Removed(
         "serve a target that no GPU holds by vLLM, and set data.features.source=server", unset=(None, False)
     ),
+    "data.features.autocast": Removed("set target.dtype=bfloat16", unset=(None, False)),
     "data.distill.options.extensions": Removed(
         "use vLLM, SGLang or llama-server, which take the fields that only vLLM has", unset=(True,)
     ),

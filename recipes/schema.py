@@ -133,11 +133,6 @@ class FeaturesRecipe(Section):
     )
     server: FeatureServersRecipe = FeatureServersRecipe()
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the hidden states on disk")
-    autocast: bool = Field(
-        False,
-        description="run the target's matrix products in bf16 (torch.autocast), its residual stream in its own "
-        "dtype; online it also needs `train.bf16`",
-    )
     batch_size: int = Field(
         8, ge=1, description="sequences in one forward of the target when features are computed offline"
     )

@@ -21,8 +21,8 @@ MOST_DRAFTER_MEMBERS = 24  # that `Drafter` defines
 COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
-    "package": (PACKAGES, (".py",), 34_270),
-    "tests": (("tests",), (".py",), 23_712),
+    "package": (PACKAGES, (".py",), 34_261),
+    "tests": (("tests",), (".py",), 23_711),
     "C++": (PACKAGES, (".cpp", ".h"), 1_726),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }

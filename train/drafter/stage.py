@@ -106,7 +106,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
     stored = None if online else open_features(recipe, tokens, target, required_layers(drafter))
     stop = StopOnInterrupt()
-    trainer = DrafterTrainer(drafter, target, args, rows, stored, to_eval, recipe.data.features.autocast)
+    trainer = DrafterTrainer(drafter, target, args, rows, stored, to_eval)
     trainer.add_callback(stop)
     if args.load_best_model_at_end:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
@@ -227,7 +227,6 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
         "data.features.source": None if features.source == "online" else features.source,
         "data.features.dtype": None if features.source == "online" else features.dtype,
-        "data.features.autocast": features.autocast or None,
         "data (its tokens)": tokens_hash(tokens),
         "data.eval_rows_frac": data.eval_rows_frac or None,
         "data.packing, rows of": data.max_length_tokens if data.packing else None,

@@ -140,13 +140,12 @@ class DrafterTrainer(Trainer):
         dataset: Dataset | PackedRows,
         stored: StoredFeatures | None = None,
         eval_dataset: Dataset | None = None,
-        autocast_target: bool = False,
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded if stored is None else FeatureCollator(stored)
         self._servers = [] if stored is None else stored.urls
         super().__init__(drafter, args, collator, train_dataset=dataset, eval_dataset=eval_dataset, **kwargs)
-        self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
+        self._drafter, self._target = drafter, target
         # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
         self._counts: Tensor | None = None
         self.progress = Progress()
@@ -248,8 +247,7 @@ class DrafterTrainer(Trainer):
         """Return the drafter's output for a batch; its features are computed by the target, or were read from disk."""
         self._drafter.training_step = self.state.global_step
         ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs["attention_mask"]
-        device_type = ids.device.type
-        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=self._autocast_target and self.args.bf16):
+        with torch.autocast(ids.device.type, enabled=False):
             if "features" in inputs:
                 features, teacher = split_features(self._drafter, inputs["features"].to(self._target.dtype))
             else:

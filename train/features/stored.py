@@ -21,7 +21,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -91,8 +90,8 @@ class StoredFeatures:
         if target.device.type != "meta":
             with suppress(UserError):
                 self._norm = copy.deepcopy(final_norm(target)).cpu()
-        read: tuple[Any, ...] = (layers, self._chosen.dtype, self._chosen.autocast)
-        settings = [target_settings(recipe), weights_hash(recipe.target), *read]
+        # The last part is `data.features.autocast`, a key of the release before.
+        settings = [target_settings(recipe), weights_hash(recipe.target), layers, self._chosen.dtype, False]
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         self.folder = RunFolder(recipe).features / f"rows-{digest[:16]}"
 

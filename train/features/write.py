@@ -158,8 +158,7 @@ def fill_from_target(recipe: Recipe, projection: Projection, bar: Progress) -> N
         # On the right, where causal order keeps padding out of every real token.
         ids_bs = pad_sequence([torch.tensor(stored.ids(row)) for row in rows], batch_first=True)
         try:
-            with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=chosen.autocast):
-                features_bsf = target_features(target, ids_bs.to(target.device), layers=stored.layers)
+            features_bsf = target_features(target, ids_bs.to(target.device), layers=stored.layers)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{len(rows)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "

@@ -58,7 +58,7 @@ def measure_step(recipe: Recipe, length: int, labelled: int) -> MeasuredStep:
         rows = Dataset.from_list([row] * num_rows)
         drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
         drafter.prepare_draft_vocab(rows)
-        trainer = DrafterTrainer(drafter, target, args, rows, autocast_target=recipe.data.features.autocast)
+        trainer = DrafterTrainer(drafter, target, args, rows)
         with without_cudnn_attention():
             trainer.train()
     if args.device.type == "cuda":

@@ -136,12 +136,11 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     "sections",
     [
         {"data": {"features": {"dtype": "float32"}}},
-        {"data": {"features": {"autocast": True}}},
         {"target": {"dtype": "bfloat16"}},
         {"drafter": {"options": {"feature_layers": [2]}}},
         {},
     ],
-    ids=["dtype", "autocast", "target", "layers", "weights"],
+    ids=["dtype", "target", "layers", "weights"],
 )
 def test_features_of_other_settings_are_not_read(tmp_path: Path, sections: dict[str, Any]) -> None:
     written = write(tiny_run(tmp_path))
