@@ -22,7 +22,7 @@ COMMITS = 50
 # Root folders and the suffixes of their files, by what is counted, with the most lines.
 BUDGETS = {
     "package": (PACKAGES, (".py",), 34_261),
-    "tests": (("tests",), (".py",), 23_711),
+    "tests": (("tests",), (".py",), 23_723),
     "C++": (PACKAGES, (".cpp", ".h"), 1_726),
     "YAML": (("recipes",), (".yaml",), 650),  # lines that are not blank
 }
