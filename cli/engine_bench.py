@@ -175,8 +175,8 @@ def bench(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     # Written before the target is loaded to check the answers: a failure there must not lose the measurement.
     file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
-        {**{key: getattr(each.row, key) for key in ("arm", "temperature", "concurrency")}, **asdict(answer)}
-        for each in measured
+        {"arm": row.arm, "temperature": row.temperature, "concurrency": row.concurrency, **asdict(answer)}
+        for row, each in zip(rows, measured, strict=True)
         for answer in each.answers
     ]
     text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
@@ -237,7 +237,7 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Ab
             "llama-server was not found on PATH: build it with `make llamacpp-env`, or add its folder to PATH"
         )
     file, depth = exporting.get_target_gguf(recipe.target, options.target_gguf), options.draft_tokens or NGRAM_DRAFT
-    drafting: dict[str, list[str]] = {PLAIN: []}
+    drafting: dict[str, list[str]] = {}
     notes.append(f"Target {file.name}.")
     if setting.has_drafter:
         made = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype).made
@@ -247,12 +247,12 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> Mapping[str, Ab
         drafting[DRAFTING] = words[words.index("--model-draft") :]
         notes.append(f"Drafter in {options.dtype or 'bf16'}; trained to draft {made.num_speculative_tokens} tokens.")
     if options.ngram:
-        drafting = {PLAIN: [], NGRAM: [*LLAMA_NGRAM, str(depth)], **drafting}
+        drafting = {NGRAM: [*LLAMA_NGRAM, str(depth)], **drafting}
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
     exactly = UNROUNDED if options.dtype == "f32" else ()
     how = (length + depth + 1, "--metrics", "-t", torch.get_num_threads(), *exactly)
     start = partial(LlamaServer, program, file, *how, at_once=max(options.concurrencies))
-    return {arm: _started(setting, partial(start, *words)) for arm, words in drafting.items()}
+    return {arm: _started(setting, partial(start, *words)) for arm, words in {PLAIN: [], **drafting}.items()}
 
 
 @contextmanager

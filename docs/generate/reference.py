@@ -110,8 +110,8 @@ def headline() -> list[str]:
     drafter, untrained, both = (rows[name] for name in ("tree-7@0", "prompt-lookup@0", "tree-7-lookup@0"))
     gains = [each["speedup_mean"] / untrained["speedup_mean"] for each in (drafter, both)]
     return [
-        f"On **SmolLM2-135M-Instruct**, whose drafter has seen 24 million: **{_speedup(drafter)}** by itself, "
-        f"{_speedup(untrained)} by prompt lookup, **{_speedup(both)} by both**. "
+        f"On **SmolLM2-135M-Instruct**, whose drafter has seen 24 million answer tokens: **{_speedup(drafter)}** by "
+        f"itself, {_speedup(untrained)} by prompt lookup, **{_speedup(both)} by both**. "
         f"Training brings {gains[0]:.2f} times the best way without it, and {gains[1]:.2f} times with both."
     ]
 

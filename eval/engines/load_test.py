@@ -85,8 +85,8 @@ class LoadTestRow:
         return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
 
     def compute(self, answers: list[TurnAnswer], counts: DraftCounts) -> None:
-        """Compute the figures from the answers, and from the engine's counts while they were generated."""
-        self.answers, self.tokens = len(answers), sum(len(answer.ids) for answer in answers)
+        """Compute the figures from `tokens`, `wall_time_s`, the answers, and the engine's counts of their drafts."""
+        self.answers = len(answers)
         committed = self.tokens - self.answers  # a prompt gives each answer's first token
         rounds = max(counts.drafts, committed - counts.accepted_tokens)
         self.drafts = counts.drafts
@@ -239,8 +239,8 @@ def send_questions(
         started = time.perf_counter()
         endpoint.run(all_of())
         row.wall_time_s = time.perf_counter() - started
-    tokens = sum(len(answer.ids) for answer in answers)
-    counts = endpoint.counts(before.generated_tokens + tokens) - before
+    row.tokens = sum(len(answer.ids) for answer in answers)
+    counts = endpoint.counts(before.generated_tokens + row.tokens) - before
     row.compute(answers, counts)
     return ArmResult(row, answers, counts)
 
